@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from acm_compiler.errors import StorageError
 from acm_compiler.recipe.models import AUTO_CLASSES
 from acm_compiler.sources.from_hf import classes_of
 
@@ -79,10 +80,15 @@ def hf_files(model: nn.Module, source: dict[str, Any] | None) -> dict[str, str]:
 
 
 def restore_generation(model: nn.Module, folder: Path) -> None:
-    """Give `model` the settings of `generate` that were saved with it."""
+    """Give `model` the settings of `generate` that were saved with it; StorageError where they cannot be read."""
     if not is_pretrained(model) or not (folder / GENERATION).is_file():
         return
     from transformers import GenerationConfig
 
-    saved: Any = GenerationConfig.from_pretrained(folder)
+    try:
+        saved: Any = GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        fix = "copy the file again from where it is whole, or save the model again"
+        where, found = str(folder / GENERATION), str(error).splitlines()[0]
+        raise StorageError("the settings of generate cannot be read", where=where, found=found, fix=fix) from error
     model.generation_config = saved

@@ -59,7 +59,7 @@ def export(
     from acm_compiler.runs.recipe_run import open_saved_run
     from acm_compiler.sources.from_hf import processor_files_in
 
-    check_format(format)
+    check_format(format, fixed_k, budget)
     share = None if budget is None else _budget(directory, budget, input)
     target = check_folder(directory / "export" / format if out is None else out)
     axes = _axes(dynamic or [])
@@ -110,7 +110,8 @@ def _budget(directory: Path, text: str, shape: str | None) -> float | str:
     if len(asked) > 1:
         raise UsageError("there must be one budget", where="--budget", found=text, expected="such as 0.4")
     if shape is not None:
-        raise UsageError("a budget's k are taken from data", where="--budget", found=f"--input {shape}", fix="--data")
+        fix = "leave --input out: examples come from the recipe's data, or from --data"
+        raise UsageError("a budget's k are taken from data", where="--budget", found=f"--input {shape}", fix=fix)
     return asked[0]
 
 

@@ -78,8 +78,7 @@ def export(
     budgets per example where a site's tokens cannot be told apart, VerificationFailed.
     """
     folder = check_folder(path)
-    check_format(format)
-    _check_fixed(format, fixed_k, budget, extra)
+    check_format(format, fixed_k, budget, extra)
     if format == "onnx":
         onnx.check_packages()
     found = wholly_rewritten(rewritten_root(model), "an export")
@@ -164,18 +163,6 @@ def _write_checkpoint(
     return folder / checkpoint.FILE
 
 
-def _check_fixed(format: str, fixed_k: int | None, budget: float | str | None, extra: Any) -> None:
-    """UsageError for options that do not go with the format, or not with each other."""
-    if format in ("pt2", "aoti") and (fixed_k is not None or budget is not None):
-        fix = "controls=('k_lo', 'k_hi') makes k an input"
-        where = "fixed_k" if budget is None else "budget"
-        raise UsageError("a fixed k is for the formats onnx and checkpoint", where=where, found=format, fix=fix)
-    if fixed_k is not None and budget is not None:
-        raise UsageError("a k and a budget to take k from", found=f"fixed_k={fixed_k}, budget={budget}", expected="one")
-    if extra and format != "checkpoint":
-        raise UsageError("extra files must be None but for the format checkpoint", where="extra", found=format)
-
-
 def _chosen_ks(found: Rewritten, call: Call, fixed_k: int | None, budget: float | str | None) -> dict[str, int]:
     """The fixed k of every site; UsageError for example inputs that the model does not take, too."""
     _check_runs(found.model, call)
@@ -184,12 +171,20 @@ def _chosen_ks(found: Rewritten, call: Call, fixed_k: int | None, budget: float 
     return ks_of_budget(found, budget, lambda: found.model(*call[0], **call[1]))
 
 
-def check_format(format: str) -> None:
-    """UsageError unless there is such a format."""
+def check_format(format: str, fixed_k: int | None = None, budget: float | str | None = None, extra: Any = None) -> None:
+    """UsageError unless there is such a format, and these options go with it and with each other."""
     if format not in FORMATS:
         raise UsageError(
             f"no such format{did_you_mean(str(format), FORMATS)}", found=repr(format), expected=", ".join(FORMATS)
         )
+    if format in ("pt2", "aoti") and (fixed_k is not None or budget is not None):
+        fix = "controls=('k_lo', 'k_hi') makes k an input"
+        where = "fixed_k" if budget is None else "budget"
+        raise UsageError("a fixed k is for the formats onnx and checkpoint", where=where, found=format, fix=fix)
+    if fixed_k is not None and budget is not None:
+        raise UsageError("a k and a budget to take k from", found=f"fixed_k={fixed_k}, budget={budget}", expected="one")
+    if extra and format != "checkpoint":
+        raise UsageError("extra files must be None but for the format checkpoint", where="extra", found=format)
 
 
 def _with_budgets(found: Rewritten, module: Controlled, inputs: Inputs, *, dynamic: Axes | None) -> Traced:

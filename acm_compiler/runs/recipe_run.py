@@ -127,8 +127,9 @@ class OpenedRecipe:
             f"no {section} was named",
             where=self.where or (self.recipe.name if self.recipe else None),
             found=f"a recipe without {section}" if self.recipe else "a model saved without a recipe",
-            fix="give both: --data python:my_module:my_data --task classify; or from Python, with batches of your own, "
-            "acm.evaluate(model, batches, task=…), acm.report and acm.explain",
+            fix="give both: --data python:my_module:my_data --task classify; for an export an example's shape will do: "
+            "--input 2x128:int; or from Python, with batches of your own, acm.evaluate(model, batches, task=…), "
+            "acm.report and acm.explain",
         )
 
 

@@ -10,6 +10,8 @@ import copy
 import functools
 import inspect
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +74,10 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, draft: float | s
         pass  # refused before the prompt is read
     drafted, accepted = chosen.drafted, chosen.accepted
     drafting = copy.copy(model)  # shares modules and hooks; other callers of the model do not draft
-    setattr(drafting, _HOOK, functools.partial(_SelfDraft, model, chosen))
+    checks = _Checks()
+    setattr(drafting, _HOOK, functools.partial(_SelfDraft, model, chosen, checks))
+    if isinstance(budgets := conversion(model).budget, dict):
+        drafting.forward = _with_checks_at(budgets["decode"], model, checks)
     written = drafting.generate(inputs, **_with_trigger(options, chosen.tokens))  # type: ignore[operator]
     drafted, accepted = chosen.drafted - drafted, chosen.accepted - accepted
     _log.info("generate: %d of %d tokens drafted at budget %s were accepted", accepted, drafted, chosen.budget)
@@ -117,6 +122,24 @@ def _refuse_unfit(model: nn.Module, inputs: Any, options: dict[str, Any]) -> Non
         )
 
 
+@dataclass(slots=True)
+class _Checks:
+    """Mark, by `is_next`, that the next call of the model checks drafted tokens."""
+
+    is_next: bool = False
+
+
+def _with_checks_at(budget: float, model: nn.Module, checks: _Checks) -> Callable[..., Any]:
+    """The model's forward, at that budget where it checks a draft: several tokens, but each of them is decoded."""
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with batch(model, budgets=[budget]) if checks.is_next else nullcontext():
+            return model.forward(*args, **kwargs)
+
+    return forward
+
+
 def _one() -> int:
     return 1
 
@@ -126,9 +149,9 @@ class _SelfDraft:
 
     requires_model_outputs = False
 
-    def __init__(self, model: nn.Module, draft: Draft, **given: Any) -> None:
+    def __init__(self, model: nn.Module, draft: Draft, checks: _Checks, **given: Any) -> None:
         kwargs, config = given["model_kwargs"], given["generation_config"]
-        self.model, self.draft = model, draft
+        self.model, self.draft, self.checks = model, draft, checks
         self.processors = given["logits_processor"] or ()
         self.sampled, self.longest = config.do_sample, config.max_length
         self.encoded = kwargs.get("encoder_outputs")
@@ -152,6 +175,7 @@ class _SelfDraft:
                 ids, probability = self._with_next(ids, logits[-1])
                 if probability < self.draft.confidence:
                     break
+        self.checks.is_next = bool(logits)
         if not logits:
             return input_ids, None
         self.cache.crop(-len(logits))

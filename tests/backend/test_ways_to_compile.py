@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -46,6 +47,31 @@ def test_choices_of_both_phases_change_without_a_new_graph():
                 set_k(uniform, k)
                 torch.testing.assert_close(compiled(x), uniform(x))
     assert counters["stats"]["unique_graphs"] == 2  # inputs of one token per example have their own
+
+
+class _Broken(torch.nn.Module):
+    """An MLP whose graph breaks between its linears, as it does where a forward prints."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        hidden = torch.nn.functional.gelu(self.first(x))
+        torch._dynamo.graph_break()
+        return x + self.second(hidden)
+
+
+def test_a_graph_may_break_between_the_linears_of_a_site_in_any_thread():
+    model = _Broken().eval()
+    model = acm.rewrite(model, acm.plan(model, torch.randn(2, 3, 8), sites="mlp", init="random"))
+    compiled = torch.compile(model, backend="eager")
+    inputs = [torch.randn(2, 3, 8) for _ in range(3)]
+    with ThreadPoolExecutor(1) as other:
+        found = [compiled(inputs[0]), other.submit(compiled, inputs[1]).result(), compiled(inputs[2])]
+    for x, y in zip(inputs, found, strict=True):
+        torch.testing.assert_close(y, model(x))
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from acm_compiler.cli import app
 from acm_compiler.errors import AcmError, FixedBudget, UsageError
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
 from tests.helpers.decoders import gated
-from tests.helpers.models import WIDTH, Flattened, Mlp
+from tests.helpers.models import WIDTH, Flattened, Mlp, Residual
 from tests.helpers.rewrite_cases import ALL, PUBLISHED, assert_close, give_budgets, rewritten
 
 BUDGETS = (0.2, 0.35, 0.5, 0.7, 1.0)
@@ -121,6 +121,31 @@ def test_texts_of_any_length(tmp_path):
         found = program(input_ids=ids, attention_mask=mask, use_cache=False, budget=torch.tensor(0.5))
         assert_close(found["logits"], model(ids, attention_mask=mask).logits)
     assert json.loads((tmp_path / "out/export.json").read_text())["inputs"][0]["shape"] == ["batch", "length"]
+
+
+class _Pair(nn.Module):
+    """Two sequences of any lengths, and a class that is never predicted."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Residual(Mlp())
+
+    def forward(self, a, b):
+        scores = self.part(a) + self.part(b).mean(1, keepdim=True)
+        return nn.functional.pad(scores, (0, 1), value=-torch.inf)
+
+
+@torch.no_grad()
+def test_lengths_of_their_own_have_names_of_their_own_and_outputs_may_be_infinite(tmp_path):
+    dense, x = _Pair().eval(), (torch.randn(2, 5, WIDTH), torch.randn(2, 7, WIDTH))
+    model = acm.rewrite(dense, acm.plan(dense, x, sites="mlp", init="random"))
+    give_budgets(model)
+    program = torch.export.load(acm.export(model, tmp_path / "out", x, dynamic={"a": 1, "b": 1})).module()
+    shapes = [i["shape"] for i in json.loads((tmp_path / "out/export.json").read_text())["inputs"]]
+    assert shapes == [["batch", "length", WIDTH], ["batch", "b_1", WIDTH], []]
+    acm.set_budget(model, 0.5)
+    other = (torch.randn(3, 4, WIDTH), torch.randn(3, 9, WIDTH))
+    torch.testing.assert_close(program(*other, budget=torch.tensor(0.5)), model(*other))
 
 
 @torch.no_grad()
@@ -254,3 +279,6 @@ def test_the_verb(tmp_path):
     for more in (["--format", "pt3"], ["--dynamic", "x"], ["--controls", "k"], ["--input", "ax"]):
         failed = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new"), *more])
         assert failed.exit_code == 2 and not (tmp_path / "new").exists(), failed.output
+    for given, said in ([*words, "--budget", "0.5"], "formats onnx and checkpoint"), (words[:4], "--input 2x128:int"):
+        failed = CliRunner().invoke(app, given)
+        assert failed.exit_code == 2 and said in failed.stderr, failed.output

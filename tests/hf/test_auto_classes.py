@@ -166,6 +166,9 @@ def test_settings_of_generate_come_back(tmp_path):
     loaded = acm.load(tmp_path / "out")
     assert loaded.generation_config.to_diff_dict() == model.generation_config.to_diff_dict()
     assert torch.equal(loaded.generate(**X), model.generate(**X))
+    (tmp_path / "out" / "generation_config.json").write_text('{"max_new_tok')
+    with pytest.raises(StorageError, match=r"(?s)generation_config\.json: the settings of generate .* copy the file"):
+        acm.load(tmp_path / "out")
 
 
 def test_save_pretrained_writes_what_can_be_loaded(tmp_path):

@@ -40,6 +40,15 @@ def test_drafts_do_not_change_what_is_written(model, budget, tokens):
     assert draft.accepted <= draft.drafted
 
 
+def test_checks_of_drafts_spend_the_budget_of_decoding(model):
+    for prefill, decode in ((1, 0.4), (0.3, 1)):
+        acm.set_budget(model, {"prefill": prefill, "decode": decode})
+        draft = acm.Draft(budget=0.3, **ALWAYS)
+        written = acm.generate(model, drawn(1, 9), draft=draft, do_sample=False, max_new_tokens=24)
+        assert torch.equal(written, alone(model, drawn(1, 9)))
+        assert draft.drafted
+
+
 @pytest.mark.parametrize("make", [llama, pytest.param(mixture, marks=pytest.mark.slow)])
 def test_a_lossless_model_writes_what_the_dense_one_writes(make):
     dense, batch = make(), {"input_ids": drawn(8, 20)}

@@ -64,7 +64,7 @@ class WeightStandIn:
             return use.acm(tensors[0])
         if use.stash is None:
             raise self.source.misused(func.__name__)
-        use.stash.value = tensors[0]
+        use.stash.put(tensors[0])
         return dummy(tensors[0], self.shape[self.out_axis])
 
     def _viewed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

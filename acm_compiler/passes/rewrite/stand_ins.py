@@ -12,22 +12,29 @@ from acm_compiler.acm import ACM
 from acm_compiler.errors import AcmError
 
 
-class Stash(threading.local):
+class Stash:
     """One value on its way from a site's first linear to its ACM, for each thread by itself.
 
     It holds one value at a time: a site's region runs to its end before it starts again. What an exception left
     behind is overwritten by the next call.
     """
 
-    value: Tensor | None = None
+    def __init__(self) -> None:
+        # no class of its own: where a graph breaks within the region, Dynamo writes such a one's values past the thread
+        self._held = threading.local()
 
     def __reduce__(self) -> tuple[type[Stash], tuple[()]]:
         # copies and pickles start empty; those of one site still share one
         return Stash, ()
 
+    def put(self, value: Tensor) -> None:
+        """Keep the value for the ACM."""
+        self._held.value = value
+
     def take(self, site: str) -> Tensor:
         """The value, which is handed over once."""
-        value, self.value = self.value, None
+        value = getattr(self._held, "value", None)
+        self._held.value = None
         if value is None:
             raise AcmError(
                 "the site's last linear ran without its first one just before",
@@ -66,7 +73,7 @@ class StashInput(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.stash is not None:
-            self.stash.value = input
+            self.stash.put(input)
         return dummy(input, self.width)
 
     def extra_repr(self) -> str:

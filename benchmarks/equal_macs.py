@@ -118,8 +118,9 @@ class Rivals:
         shown: dict[str, list[Spent]] = {f"ours, {GATES}, {_EVERY_CALL}": gates}
         if conversion(model).value_sizes:
             left = [budget * (1 - skipped) for budget, skipped in PATH]
-            last = next((place for place, share in enumerate(left) if share < self.shares[-1]), len(PATH))
-            places = [place for place, (budget, _) in enumerate(PATH[: last + 1]) if budget >= lowest]
+            first = max((place for place, share in enumerate(left) if share > self.shares[0]), default=0)
+            last = next((place for place, share in enumerate(left) if share < self.shares[-1]), len(PATH) - 1)
+            places = [place for place in range(first, last + 1) if PATH[place][0] >= lowest]
             skipping = self._spent(_run("ours", Skipping(self.subject, model), places))
             shown[f"ours, {SKIPPED}, {_ONE_TOKEN}"] = [*skipping, gates[-1]]  # all learners, nothing skipped
         ours = tuple(shown.values())

@@ -1,9 +1,9 @@
 """Distance of converted models from the originals, measured: the tables of docs/results.
 
-    python benchmarks/quality.py minilm --sites all --lossless --out runs/quality   one row: calibrate, judge, keep
-    python benchmarks/quality.py controls --sites mlp --out runs/quality            what the method has to beat
-    python benchmarks/quality.py digits --sites mlp --out runs/quality
-    python benchmarks/quality.py table --out runs/quality                           all rows kept so far, as Markdown
+    python -m benchmarks.quality minilm --sites all --lossless --out runs/quality   one row: calibrate, judge, keep
+    python -m benchmarks.quality controls --sites mlp --out runs/quality            what the method has to beat
+    python -m benchmarks.quality digits --sites mlp --out runs/quality
+    python -m benchmarks.quality table --out runs/quality                           all rows kept so far, as Markdown
 
 MiniLM: real weights (extra `demo-text`); it is calibrated on documentation of some installed packages and judged on
 that of others, so figures move a little with what is installed. Digits: the shipped ViT and its 10,800 canvases.

@@ -32,7 +32,6 @@ def report(
     from acm_compiler.calibration.recalibrate import known_damages
     from acm_compiler.checkpoint import save_id
     from acm_compiler.evaluation import comparison, times
-    from acm_compiler.evaluation.results import load_evaluation
     from acm_compiler.passes.rewrite.conversion import conversion
     from acm_compiler.reporting.contents import Report
     from acm_compiler.reporting.figures import require_matplotlib
@@ -42,14 +41,7 @@ def report(
     require_matplotlib()
     output = Output(json=json)
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
-    found = load_evaluation(directory)
-    if found is not None and not run.has_measured(found):
-        output.note("this folder's evaluation is of another model, or on other data")
-        found = None
-    if found is None:
-        output.note("this folder holds no evaluation of its model yet, so that comes first (acmc eval)")
-        found = measure(run, output)
-        keep(directory, found, output)
+    found = _evaluation(run, output)
     loads = _loads(run, found)
     if loads.missing:
         output.note(f"no load maps: {loads.missing}")
@@ -71,6 +63,21 @@ def report(
     )
     output.say(f"wrote {page}, and its charts as PNG and SVG beside it")
     output.document({"page": str(page), "files": sorted(path.name for path in page.parent.iterdir())})
+
+
+def _evaluation(run: SavedRun, output: Output) -> Evaluation:
+    """The evaluation that the folder holds of its model, which is measured first where there is none."""
+    from acm_compiler.evaluation.results import load_evaluation
+
+    found = load_evaluation(run.directory)
+    if found is not None and not run.has_measured(found):
+        output.note("this folder's evaluation is of another model, or on other data")
+        found = None
+    if found is None:
+        output.note("this folder holds no evaluation of its model yet, so that comes first (acmc eval)")
+        found = measure(run, output)
+        keep(run.directory, found, output)
+    return found
 
 
 def _loads(run: SavedRun, found: Evaluation) -> Loads:

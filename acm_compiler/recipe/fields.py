@@ -97,6 +97,8 @@ _EVERY = re.compile(r"(\d+(?:\.\d+)?)\s*(\w+)", re.ASCII)
 
 def parse_every(value: Any) -> Every:
     """The `Every` that `10min`, `30s`, `1h`, `500steps` or `1epoch` stands for."""
+    if isinstance(value, Every):
+        return value
     match = _EVERY.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None or match[2] not in _UNITS:
         raise _expected("a number with a unit, such as 30s, 10min, 1h, 500steps or 1epoch")

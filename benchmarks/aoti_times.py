@@ -3,14 +3,13 @@
     OMP_NUM_THREADS=1 python -m benchmarks.aoti_times runs/digits --batch 1 --batch 64
 
 DIR is a saved model of a recipe with data. All run on one thread, in turn, `--rounds` times at each budget; printed is
-the least processor time of each, and its ratio to the compiled model's.
+the processor time of each, and its ratio to the compiled model's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 import acm_compiler as acm
+from acm_compiler.evaluation.bench import interleave
 from acm_compiler.exporting.aoti import runner
 from acm_compiler.recipe.resolved import installed_versions
 from acm_compiler.runs.recipe_run import open_saved_run
@@ -56,23 +56,10 @@ def main() -> None:
                 "compiled": lambda x=x: compiled(x),
                 "package": lambda x=x, share=share: package(x, budget=share),
             }
-            times = least_times(ways, options.rounds)
-            shown = ", ".join(f"{name} {t * 1e3:.2f} ms ({t / times['compiled']:.2f})" for name, t in times.items())
+            times = interleave(ways, base="compiled", rounds=options.rounds)
+            shown = ", ".join(f"{name} {t.time_ms:.2f} ms ({t.ratio:.2f})" for name, t in times.items())
             difference = (package(x, budget=share) - model(x)).abs().max() / model(x).abs().max()
             print(f"batch {batch}, budget {budget:.2f}: {shown}; difference {float(difference):.1e}")
-
-
-def least_times(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The least processor time of a call of each, in seconds, taken in turn after one call that does not count."""
-    for call in ways.values():
-        call()
-    times = {name: float("inf") for name in ways}
-    for _ in range(rounds):
-        for name, call in ways.items():
-            start = time.process_time()
-            call()
-            times[name] = min(times[name], time.process_time() - start)
-    return times
 
 
 if __name__ == "__main__":

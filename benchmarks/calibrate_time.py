@@ -1,14 +1,14 @@
 """Costs of a calibration, over tokens, layers, and for a ViT-B/16: docs/results/calibration-time.md.
 
-    python benchmarks/calibrate_time.py tokens      a BERT of 3 layers of width 128, 5,000, 10,000 and 20,000 tokens
-    python benchmarks/calibrate_time.py layers      a BERT of 3, 6 and 12 layers of width 128, 5,000 tokens
-    python benchmarks/calibrate_time.py layers 12   only that one
-    python benchmarks/calibrate_time.py vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 images
-    python benchmarks/calibrate_time.py vit 1 2000  one layer of it, all sites, 2,000 tokens: the price of a layer
-    python benchmarks/calibrate_time.py decoder     SmolLM2-135M's shape, MLP sites, 40,000 tokens
-    python benchmarks/calibrate_time.py decoder 5 4000 1000  the same with 5 layers, 4,000 tokens, 1,000 with gradients
-    python benchmarks/calibrate_time.py wide        one gated MLP of 1,536, 4,864 and 14,336 hidden neurons
-    python benchmarks/calibrate_time.py wide 4864   that one
+    python -m benchmarks.calibrate_time tokens      a BERT of 3 layers of width 128, 5,000, 10,000 and 20,000 tokens
+    python -m benchmarks.calibrate_time layers      a BERT of 3, 6 and 12 layers of width 128, 5,000 tokens
+    python -m benchmarks.calibrate_time layers 12   only that one
+    python -m benchmarks.calibrate_time vit         torchvision's vit_b_16, MLP sites, 20,000 tokens of 122 images
+    python -m benchmarks.calibrate_time vit 1 2000  one layer of it, all sites, 2,000 tokens: the price of a layer
+    python -m benchmarks.calibrate_time decoder     SmolLM2-135M's shape, MLP sites, 40,000 tokens
+    python -m benchmarks.calibrate_time decoder 5 4000 1000  the same with 5 layers, 4,000 tokens, 1,000 with gradients
+    python -m benchmarks.calibrate_time wide        one gated MLP of 1,536, 4,864 and 14,336 hidden neurons
+    python -m benchmarks.calibrate_time wide 4864   that one
 
 Weights and inputs are random: what is computed does not depend on them. CPU seconds of all threads together, in all
 and of each part, and seconds on the clock, which say something on quiet cores only.

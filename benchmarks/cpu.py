@@ -1,8 +1,8 @@
 """Times on a CPU, as ratios to what Inductor makes of the dense model, interleaved in one run.
 
-    python benchmarks/cpu.py sites [--tokens 1576] [--rounds 11]     one MLP and one projection of ViT-B, gate included
-    python benchmarks/cpu.py training [--tokens 1576] [--rounds 7]   a step of that MLP, eager and compiled
-    python benchmarks/cpu.py vit [--batch 8] [--rounds 5]            all of ViT-B, MLPs and q, k, v, o converted
+    python -m benchmarks.cpu sites [--tokens 1576] [--rounds 11]     one MLP and one projection of ViT-B, gate included
+    python -m benchmarks.cpu training [--tokens 1576] [--rounds 7]   a step of that MLP, eager and compiled
+    python -m benchmarks.cpu vit [--batch 8] [--rounds 5]            all of ViT-B, MLPs and q, k, v, o converted
 
 --dtype bfloat16 measures weights and inputs of that type; OMP_NUM_THREADS says how many threads run. In float32, "vit"
 also times what one might pick instead: the dense model with int8 linears (dynamic quantisation).
@@ -13,8 +13,6 @@ one batch run different k; its row gives the share of learner MACs that they cho
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import warnings
 from collections.abc import Callable
 
@@ -25,10 +23,12 @@ from torch import Tensor, nn
 import acm_compiler as acm
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.codegen.compare import relative_error
-from acm_compiler.evaluation.bench import Timing, clock, int8, interleave
+from acm_compiler.evaluation.bench import Timing, int8, interleave
 from acm_compiler.site import Layout
+from benchmarks.drawn import N, bias_to, converted, drawn, mean_k
+from benchmarks.tokens_per_second import machine
 
-D, HIDDEN, N, HEADS = 768, 3072, 4, 12
+D, HIDDEN, HEADS = 768, 3072, 12
 KIND_FORM = {"mlp": "mlp", "projection (svd)": "linear", "projection (rows)": "rows", "projection (cols)": "cols"}
 GATE = {"mlp": 64, "projection (svd)": 8, "projection (rows)": 8, "projection (cols)": 8}
 HEADINGS = ("site", "k/N", "ms", "ratio", "q1", "q3", "error")
@@ -46,8 +46,7 @@ def main() -> None:
     dtype = getattr(torch, chosen.dtype)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads,")
-    print(f"{torch.backends.cpu.get_cpu_capability()}, {clock()[0]}, load {os.getloadavg()[0]:.1f}\n")
+    print(machine())
     if chosen.what == "training":
         training(chosen.tokens, chosen.rounds, dtype=dtype)
         return
@@ -107,17 +106,6 @@ def step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> None:
         model.choices.clear()
 
 
-@torch.no_grad()
-def bias_to(site: ACM, x: Tensor, share: float) -> None:
-    """Move the gate's last biases until it chooses this mean k/N by itself."""
-    slope = torch.linspace(-1, 1, N + 1).to(site.gate.outer.bias)
-    low, high = -100.0, 100.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        site.gate.outer.bias.copy_(middle * slope)
-        low, high = (middle, high) if mean_k(site, x) < share * N else (low, middle)
-
-
 def dense_site(kind: str) -> nn.Module:
     """The site before its conversion."""
     return nn.Sequential(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)) if kind == "mlp" else nn.Linear(D, D)
@@ -171,40 +159,29 @@ def site_error(site: ACM, x: Tensor, k_lo: int, k_hi: int) -> float:
     return relative_error(site(x), run_learners(x.double(), k, cast_weights(site.learners.weights(), torch.float64)))
 
 
-def mean_k(site: ACM, x: Tensor) -> float:
-    """The mean k that the gate chooses by itself."""
-    site.k_lo.fill_(site.k_min)
-    site.k_hi.fill_(N)
-    return float(site.choose(x, torch.Size((1, len(x)))).float().mean())
-
-
 def vit(batch: int, rounds: int, *, dtype: torch.dtype) -> None:
     """All of ViT-B/16 with drawn weights; every token at one k, and mixed."""
-    from torchvision.models import vit_b_16
-
-    dense, x = vit_b_16().to(dtype).eval(), torch.randn(batch, 3, 224, 224, dtype=dtype)
-    dense.heads.head.weight.normal_(std=0.02)  # torchvision starts it at zero, and zeros are always right
-    plan = acm.plan(dense, x[:1], learners=N, init="random")
-    converted = acm.rewrite(dense, plan).eval()
-    for site in acm.sites(converted).values():
-        site.gate.outer.weight.mul_(30)
-    compiled = torch.compile(converted, backend="acm")
+    dense, (x,) = drawn("vit", batch=batch)
+    dense, x = dense.to(dtype).eval(), x.to(dtype)
+    model = converted(dense, (x[:1],))
+    compiled = torch.compile(model, backend="acm")
     base = torch.compile(dense)
     rows = []
     for k in (1, 2, 3, 4, None):
-        acm.set_k(converted, k)
-        with acm.record(converted) as usage:
-            expected = converted(x)
-        share = float(usage.macs.mean()) / plan.model.dense_macs
+        acm.set_k(model, k)
+        with acm.record(model) as usage:
+            expected = model(x)
         error = relative_error(compiled(x), expected)
         calls = {"dense": lambda: base(x), "acm compiled": lambda: compiled(x)}
         if k == 2:
-            calls |= {"dense eager": lambda: dense(x), "acm eager": lambda: converted(x)}
+            calls |= {"dense eager": lambda: dense(x), "acm eager": lambda: model(x)}
             if dtype == torch.float32 and (quantized := int8(dense)) is not None:
                 calls["dense int8"] = lambda: quantized(x)
         for name, timing in interleave(calls, base="dense", rounds=rounds, warmup=1).items():
             if name != "dense" or k == 1:
-                rows.append([name, "mixed" if k is None else k, *cells(timing), f"{share:.3f}", f"{error:.1e}"])
+                rows.append(
+                    [name, "mixed" if k is None else k, *cells(timing), f"{usage.model_share:.3f}", f"{error:.1e}"]
+                )
                 print("\t".join(map(str, rows[-1])), flush=True)
     headings = ("contender", "k", "ms", "ratio", "q1", "q3", "MAC ratio", "compiled to eager")
     print("\n" + tabulate(rows, headers=headings, tablefmt="github", disable_numparse=True))

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import onnx
@@ -33,16 +31,18 @@ import acm_compiler as acm
 from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
 from acm_compiler.acm.ops import LEARNERS
 from acm_compiler.acm.reference import Weights, branchless_output
-from acm_compiler.evaluation.bench import clock
+from acm_compiler.evaluation.bench import Timing, interleave
 from acm_compiler.exporting.fixed import Plain
 from acm_compiler.exporting.onnx import OPERATORS
-from acm_compiler.recipe import expand_paths, load_recipe
-from acm_compiler.runs.recipe_run import OpenedRecipe
-from acm_compiler.sources.build import build
+from acm_compiler.runs.recipe_run import open_saved_run
+from benchmarks.drawn import N, converted, drawn
+from benchmarks.tokens_per_second import machine, prompts
 
-N, TOKENS = 4, 128
+TOKENS = 128
 BUDGETS = tuple(k / N for k in range(1, N + 1))
 Call = Callable[[], Any]
+Key = tuple[str, float | None]  # name and budget, None of the dense model
+DENSE = "dense", None
 
 
 class Mlps(nn.Module):
@@ -60,32 +60,22 @@ class Mlps(nn.Module):
         return x
 
 
-def drawn(what: str, batch: int) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
+def of_random_weights(what: str, batch: int) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
     """A model of drawn weights, a converted copy whose gates choose every k, and an input."""
-    from torchvision.models import vit_b_16
-
-    dense = (Mlps() if what == "mlps" else vit_b_16()).eval()
-    shape = (197, 768) if what == "mlps" else (3, 224, 224)
-    x = torch.randn(batch, *shape)
-    sites = ("mlp",) if what == "mlps" else ("mlp", "attn")
-    converted = acm.rewrite(dense, acm.plan(dense, x, sites=sites, learners=N, init="random"))
-    with torch.no_grad():
-        for site in acm.sites(converted).values():
-            site.gate.outer.weight.mul_(30)
-    acm.recalibrate(converted, [torch.randn(2, *shape) for _ in range(3)], tokens=1_000)
-    return dense, converted, {"x": x}
+    dense, (x,) = drawn("vit", batch=batch)
+    if what == "mlps":
+        dense, x = Mlps(), torch.randn(batch, 197, 768)
+    model = converted(dense, (x,), ("mlp",) if what == "mlps" else ("mlp", "attn"))
+    acm.recalibrate(model, [torch.randn(2, *x.shape[1:]) for _ in range(3)], tokens=1_000)
+    return dense, model, {"x": x}
 
 
 def saved(folder: Path, batch: int) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
     """The dense model of a saved one, the converted model, and held-out text in rows of 128 tokens."""
-    recipe = expand_paths(load_recipe(folder / "recipe.yaml"))
-    opened, dense = OpenedRecipe(recipe), build(recipe.model, device="cpu", example=recipe.input).model.eval()
-    converted = acm.load(folder).eval()
-    task = opened.open_task(opened.held_out, converted)
-    texts = [task.inputs(some) for some in opened.first(opened.held_out, 16 * batch, torch.device("cpu"))]
-    ids = torch.cat([some["input_ids"][some["attention_mask"].bool()] for some in texts])
-    ids = ids[: batch * TOKENS].reshape(batch, TOKENS)
-    return dense, converted, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    run = open_saved_run(folder)
+    assert run.dense is not None
+    ids = prompts(run, batch, TOKENS)
+    return run.dense.eval(), run.model.eval(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def masked(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
@@ -115,20 +105,20 @@ def session(file: Path, inputs: dict[str, Tensor], budget: float | None = None) 
     return lambda: torch.from_numpy(run.run(None, given)[0])
 
 
-def files(dense: nn.Module, converted: nn.Module, inputs: dict[str, Tensor], folder: Path) -> dict[str, Path]:
+def files(dense: nn.Module, model: nn.Module, inputs: dict[str, Tensor], folder: Path) -> dict[str, Path]:
     """All files by their names in the table."""
     made = {"dense": folder / "dense.onnx"}
     torch.onnx.export(
         Plain(dense).eval(), (), made["dense"], kwargs=inputs, dynamo=True, verbose=False, external_data=False
     )
     started = time.process_time()
-    made["budget"] = acm.export(converted, folder / "budget", inputs, "onnx")
+    made["budget"] = acm.export(model, folder / "budget", inputs, "onnx")
     print(f"the export took {time.process_time() - started:.0f} s of the processor", flush=True)
     for k in range(1, N + 1):
-        made[f"k = {k}"] = acm.export(converted, folder / f"k{k}", inputs, "onnx", fixed_k=k)
+        made[f"k = {k}"] = acm.export(model, folder / f"k{k}", inputs, "onnx", fixed_k=k)
     ours = OPERATORS[LEARNERS.default]
     OPERATORS[LEARNERS.default] = masked
-    made["masked"] = acm.export(converted, folder / "masked", inputs, "onnx")
+    made["masked"] = acm.export(model, folder / "masked", inputs, "onnx")
     OPERATORS[LEARNERS.default] = ours
     return made | {f"{name} int8": as_int8(made[name]) for name in ("dense", "budget")}
 
@@ -156,21 +146,22 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, {clock()[0]}, load {os.getloadavg()[0]}")
-    dense, converted, inputs = (
-        drawn(chosen.what, chosen.batch) if chosen.what in ("mlps", "vit") else saved(Path(chosen.what), chosen.batch)
-    )
+    print(f"onnxruntime {onnxruntime.__version__}, {machine()}")
+    is_drawn = chosen.what in ("mlps", "vit")
+    make = of_random_weights if is_drawn else saved
+    dense, model, inputs = make(chosen.what if is_drawn else Path(chosen.what), chosen.batch)
     print({name: tuple(tensor.shape) for name, tensor in inputs.items()}, flush=True)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        made = files(dense, converted, inputs, Path(folder))
-        report(contenders(made, dense, converted, inputs), made, chosen.rounds)
+        made = files(dense, model, inputs, Path(folder))
+        calls = contenders(made, dense, model, inputs)
+        outputs = {key: call() for key, call in calls.items()}
+        for key, timing in interleave(calls, base=DENSE, rounds=chosen.rounds).items():
+            print(row(key, timing, outputs, made), flush=True)
 
 
-def contenders(
-    made: dict[str, Path], dense: nn.Module, converted: nn.Module, inputs: dict[str, Tensor]
-) -> dict[tuple[str, float | None], Call]:
-    """Calls by name and budget; of the dense model's, None."""
-    calls: dict[tuple[str, float | None], Call] = {}
+def contenders(made: dict[str, Path], dense: nn.Module, model: nn.Module, inputs: dict[str, Tensor]) -> dict[Key, Call]:
+    """Calls by name and budget."""
+    calls: dict[Key, Call] = {}
     for name in ("dense", "dense int8"):
         calls[name, None] = session(made[name], inputs)
     calls["torch dense", None] = in_torch(dense, inputs)
@@ -178,27 +169,17 @@ def contenders(
         calls["fixed k", budget] = session(made[f"k = {k}"], inputs)
         for name in ("budget", "budget int8", "masked"):
             calls[name, budget] = session(made[name], inputs, budget)
-        calls["torch", budget] = in_torch(converted, inputs, budget)
+        calls["torch", budget] = in_torch(model, inputs, budget)
     return calls
 
 
-def report(calls: dict[tuple[str, float | None], Call], made: dict[str, Path], rounds: int) -> None:
-    """Measure in turn, so that other work on the machine meets all alike, and print."""
-    outputs = {key: call() for key, call in calls.items()}
-    times: dict[tuple[str, float | None], list[float]] = {key: [] for key in calls}
-    for _ in range(rounds):
-        for key, call in calls.items():
-            start = time.process_time()
-            call()
-            times[key].append(time.process_time() - start)
-    base = median(times["dense", None])
-    for key, measured in times.items():
-        name, budget = key
-        plain = outputs.get((name.removesuffix(" int8"), budget))
-        off = f"{float((outputs[key] - plain).norm() / plain.norm()):.4f}" if name.endswith("int8") else "-"
-        size = f"{made[name].stat().st_size / 1e6:.1f} MB" if name in made else "-"
-        found = median(measured)
-        print(f"| {name} | {budget or '-'} | {found * 1e3:.1f} ms | {found / base:.2f} | {size} | {off} |", flush=True)
+def row(key: Key, timing: Timing, outputs: dict[Key, Tensor], made: dict[str, Path]) -> str:
+    """A line of the table."""
+    name, budget = key
+    plain = outputs.get((name.removesuffix(" int8"), budget))
+    off = f"{float((outputs[key] - plain).norm() / plain.norm()):.4f}" if name.endswith("int8") else "-"
+    size = f"{made[name].stat().st_size / 1e6:.1f} MB" if name in made else "-"
+    return f"| {name} | {budget or '-'} | {timing.time_ms:.1f} ms | {timing.ratio:.2f} | {size} | {off} |"
 
 
 if __name__ == "__main__":

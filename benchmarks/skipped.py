@@ -1,6 +1,6 @@
 """Time of learners that skip small values, for few tokens, against acm::learners and the dense MLP in the same run.
 
-    OMP_NUM_THREADS=1 python benchmarks/skipped.py [--width 576] [--hidden 1536] [--sites 20] [--dtype float32]
+    OMP_NUM_THREADS=1 python -m benchmarks.skipped [--width 576] [--hidden 1536] [--sites 20] [--dtype float32]
 
 SwiGLU MLPs with drawn weights, eight learners each; so many sites take turns, as the layers of a model do. Ratios are
 medians of time over that of the dense MLP; GB/s counts the weights of the values that are not skipped.
@@ -9,9 +9,6 @@ medians of time over that of the dense MLP; GB/s counts the weights of the value
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -21,7 +18,8 @@ from torch import Tensor
 
 from acm_compiler.acm import ops, sparse
 from acm_compiler.acm.reference import Weights, hidden
-from acm_compiler.evaluation.bench import clock
+from acm_compiler.evaluation.bench import interleave
+from benchmarks.tokens_per_second import machine
 
 N, CHOICES, SHARES = 8, (4, 6, 8), (0.0, 0.3, 0.5, 0.7)
 
@@ -41,15 +39,14 @@ def main() -> None:
     sites = [drawn(chosen.width, chosen.hidden, dtype) for _ in range(chosen.sites)]
     x = torch.randn(chosen.tokens, chosen.width).to(dtype)
     with torch.no_grad():
-        times = measured(contenders(x, sites), chosen.rounds)
-    print(f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads,")
-    print(f"{torch.backends.cpu.get_cpu_capability()}, {clock()[0]}, load {os.getloadavg()[0]:.1f}")
-    print(f"dense: {times['dense'] / chosen.sites * 1e6:.0f} us a site\n")
+        found = interleave(contenders(x, sites), base="dense", rounds=chosen.rounds)
+    print(machine())
+    print(f"dense: {found['dense'].time_ms / chosen.sites * 1e3:.0f} us a site\n")
     size = 3 * chosen.width * chosen.hidden * dtype.itemsize * chosen.sites
     rows = []
     for k in CHOICES:
-        ratios = [times[name, k] / times["dense"] for name in ("learners", *SHARES)]
-        rates = [size * k / N * (1 - share) / times[share, k] / 1e9 for share in SHARES]
+        ratios = [found[f"{name} {k}"].ratio for name in ("learners", *SHARES)]
+        rates = [size * k / N * (1 - share) / found[f"{share} {k}"].time_ms / 1e6 for share in SHARES]
         rows.append([f"{k / N:g}", *(f"{r:.2f}" for r in ratios), ", ".join(f"{rate:.1f}" for rate in rates)])
     headings = ("k/N", "acm::learners", *(f"{share:g} skipped" for share in SHARES), "GB/s")
     print(tabulate(rows, headers=headings, tablefmt="github", disable_numparse=True))
@@ -75,7 +72,7 @@ def thresholds_of(x: Tensor, weights: Weights, share: float) -> sparse.Threshold
     return sparse.Thresholds(inputs, quantile(h).expand(weights.w_in.shape[:2]).contiguous())
 
 
-def contenders(x: Tensor, sites: list[Weights]) -> dict[object, Callable[[], object]]:
+def contenders(x: Tensor, sites: list[Weights]) -> dict[str, Callable[[], object]]:
     """Calls of all sites in turn: dense, `acm::learners` and `acm::sparse_learners` at each k."""
 
     def dense(w: Weights) -> Tensor:
@@ -83,29 +80,16 @@ def contenders(x: Tensor, sites: list[Weights]) -> dict[object, Callable[[], obj
         h = F.silu(F.linear(x, w.w_in.flatten(0, 1))) * F.linear(x, w.w_up.flatten(0, 1))
         return F.linear(h, w.w_out.flatten(1))
 
-    calls: dict[object, Callable[[], object]] = {"dense": lambda: [dense(w) for w in sites]}
+    calls: dict[str, Callable[[], object]] = {"dense": lambda: [dense(w) for w in sites]}
     for k in CHOICES:
         k_T = torch.full((len(x),), k, dtype=torch.int32)
-        calls["learners", k] = lambda k_T=k_T: [ops.learners(x, k_T, w) for w in sites]
+        calls[f"learners {k}"] = lambda k_T=k_T: [ops.learners(x, k_T, w) for w in sites]
         for share in SHARES:
             least = [thresholds_of(x, w, share) for w in sites]
-            calls[share, k] = lambda k_T=k_T, least=least: [
+            calls[f"{share} {k}"] = lambda k_T=k_T, least=least: [
                 sparse.sparse_learners(x, k_T, w, cut) for w, cut in zip(sites, least, strict=True)
             ]
     return calls
-
-
-def measured(calls: dict[object, Callable[[], object]], rounds: int) -> dict[object, float]:
-    """Median time of each call in seconds, all taken in turns, after one call of each."""
-    now, times = clock()[1], {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            before = now()
-            call()
-            times[name].append(now() - before)
-    return {name: statistics.median(some) for name, some in times.items()}
 
 
 if __name__ == "__main__":

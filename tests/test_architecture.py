@@ -218,7 +218,6 @@ _OTHER_WRITES = {
     "acm_compiler/sources/from_gguf.py": "into a temporary folder, to read what transformers writes",
     "acm_compiler/exporting/export.py": "into a temporary folder, whose files are moved",
     "acm_compiler/training/watch.py": "line by line, at the end of what is there",
-    "benchmarks/quantisers.py": "into memory",
     "benchmarks/first_gpu_run/parts.py": "row by row, so that an interruption loses none",
     "benchmarks/first_gpu_run/runner.py": "a log that a part's process writes to while it runs",
 }

@@ -14,20 +14,10 @@ from torch import Tensor
 
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part, schema
 from acm_compiler.acm.operands import may_equal, require_gated, require_together
-from acm_compiler.acm.ops import CHOICES, FORM, GATE, LEARNERS, LIBRARY, load_kernels, map_tokens
+from acm_compiler.acm.ops import CHOICES, FORM, GATE, LEARNERS, define, map_tokens
 from acm_compiler.acm.reference import Norm, normalised
 
 _SCHEMA = f"({schema(GatedArguments)}, *, {CHOICES}, {FORM}, float? norm_eps=None, bool norm_centred=True) -> Tensor"
-LIBRARY.define(f"gated_learners{_SCHEMA}")
-LIBRARY.define(f"gated_learners_reference{_SCHEMA}")
-GATED = torch.ops.acm.gated_learners
-
-
-def _gated(x: Tensor, *tensors: Tensor | None, **options) -> Tensor:
-    """Norm, gate and learners one after the other, where no kernel has taken over."""
-    if load_kernels(x.device.type):
-        return GATED(x, *tensors, **options)
-    return run_apart(x, *tensors, **options)
 
 
 def run_apart(
@@ -78,7 +68,5 @@ def fake_gated(
     return call.x.new_empty(call.x.shape[0], call.b_out.shape[1])
 
 
-torch.library.impl("acm::gated_learners", "CompositeExplicitAutograd", _gated, lib=LIBRARY)
-torch.library.impl("acm::gated_learners_reference", "CompositeExplicitAutograd", run_apart, lib=LIBRARY)
-torch.library.register_fake("acm::gated_learners", fake_gated, lib=LIBRARY)
+GATED = define("gated_learners", _SCHEMA, run_apart, fake_gated)
 map_tokens(GATED, GatedArguments, "weights")

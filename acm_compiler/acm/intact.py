@@ -76,7 +76,7 @@ def refuse_without_dense(name: str) -> NoReturn:
     raise NoDenseRegion(
         "the dense region that this ACM replaced is not there any more",
         where=name,
-        fix="give the original model: acm.load(directory, base_model=model)",
+        fix="give the original model: acm.load(directory, base_model=model); or rewrite that anew",
     )
 
 

@@ -56,14 +56,6 @@ DIFFERENTIATED: dict[str, Differentiated] = {}
 _FEW_BYTES = 4096
 FORM = "str form, str act"
 CHOICES = "float cost, int k_min, str rule"
-LIBRARY.define(f"learners({schema(LearnersArguments)}, *, {FORM}) -> Tensor")
-LIBRARY.define(f"learners_reference({schema(LearnersArguments)}, *, {FORM}) -> Tensor")
-LIBRARY.define(f"gate({schema(GateArguments)}, *, {CHOICES}) -> Tensor")
-LIBRARY.define(f"gate_reference({schema(GateArguments)}, *, {CHOICES}) -> Tensor")
-LEARNERS = torch.ops.acm.learners
-REFERENCE = torch.ops.acm.learners_reference
-GATE = torch.ops.acm.gate
-GATE_REFERENCE = torch.ops.acm.gate_reference
 
 
 def learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
@@ -184,12 +176,6 @@ def has_kernels(device: str) -> bool:
     return device in _KERNELS and torch._C._dispatch_has_kernel_for_dispatch_key("acm::learners", device.upper())
 
 
-def _forward(x: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    """Run the reference, or the kernels if this first call loads them."""
-    op = LEARNERS if load_kernels(x.device.type) else REFERENCE
-    return op(x, *tensors, form=form, act=act)
-
-
 def run_call(call: LearnersArguments, *, form: str, act: str) -> Tensor:
     """The reference of a call of `acm::learners`, checked."""
     require_learners(call, form=form)
@@ -217,11 +203,6 @@ def fake_learners(*tensors: Any, form: str, act: str) -> Tensor:
     return call.x.new_empty(call.x.shape[0], call.b_out.shape[1])
 
 
-def _gate(x: Tensor, *tensors: Tensor, **options) -> Tensor:
-    """Run the reference, or the kernels if this first call loads them."""
-    return (GATE if load_kernels(x.device.type) else GATE_REFERENCE)(x, *tensors, **options)
-
-
 def _gate_reference(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     require_gate(GateArguments(*tensors), k_min=k_min, rule=rule)
     return as_gate(*tensors, cost=cost, k_min=k_min, rule=rule)
@@ -232,6 +213,25 @@ def fake_gate(*tensors: Tensor, cost: float, k_min: int, rule: str) -> Tensor:
     load_for_graph(call.x)
     require_gate(call, k_min=k_min, rule=rule, same=may_equal)
     return call.x.new_empty(call.x.shape[0], dtype=torch.int32)
+
+
+def define(name: str, signature: str, reference: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+    """`acm::NAME`: kernels, which the first call on a type of device loads, and where there are none the reference.
+
+    reference: in plain torch, an operator of its own, `acm::NAME_reference`, which kernels call for what they do not
+    cover.
+    """
+    for defined in (name, f"{name}_reference"):
+        LIBRARY.define(f"{defined}{signature}")
+    operator, plain = getattr(torch.ops.acm, name), getattr(torch.ops.acm, f"{name}_reference")
+
+    def run(x: Tensor, *tensors: Tensor | None, **options: Any) -> Tensor:
+        return (operator if load_kernels(x.device.type) else plain)(x, *tensors, **options)
+
+    torch.library.impl(f"acm::{name}", "CompositeExplicitAutograd", run, lib=LIBRARY)
+    torch.library.impl(f"acm::{name}_reference", "CompositeExplicitAutograd", reference, lib=LIBRARY)
+    torch.library.register_fake(f"acm::{name}", fake, lib=LIBRARY)
+    return operator
 
 
 def map_tokens(op: Any, kind: Any, shared: str) -> None:
@@ -260,11 +260,8 @@ def _all_copies(info, value: Tensor | None, dim: int | None) -> Tensor | None:
     return spread.flatten(0, 1)
 
 
-torch.library.impl("acm::gate", "CompositeExplicitAutograd", _gate, lib=LIBRARY)
-torch.library.impl("acm::gate_reference", "CompositeExplicitAutograd", _gate_reference, lib=LIBRARY)
-torch.library.register_fake("acm::gate", fake_gate, lib=LIBRARY)
+GATE = define("gate", f"({schema(GateArguments)}, *, {CHOICES}) -> Tensor", _gate_reference, fake_gate)
+LEARNERS = define("learners", f"({schema(LearnersArguments)}, *, {FORM}) -> Tensor", _reference, fake_learners)
+GATE_REFERENCE, REFERENCE = torch.ops.acm.gate_reference, torch.ops.acm.learners_reference
 map_tokens(GATE, GateArguments, "gate")
-torch.library.impl("acm::learners", "CompositeExplicitAutograd", _forward, lib=LIBRARY)
-torch.library.impl("acm::learners_reference", "CompositeExplicitAutograd", _reference, lib=LIBRARY)
-torch.library.register_fake("acm::learners", fake_learners, lib=LIBRARY)
 map_tokens(LEARNERS, LearnersArguments, "weights")

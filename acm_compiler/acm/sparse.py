@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.arguments import LearnersArguments, require_range, schema
 from acm_compiler.acm.operands import may_equal, require_learners, require_thresholds
-from acm_compiler.acm.ops import FORM, LIBRARY, cast_weights, load_kernels, map_tokens
+from acm_compiler.acm.ops import FORM, cast_weights, define, map_tokens
 from acm_compiler.acm.precision import autocast_type, without_autocast
 from acm_compiler.acm.reference import Weights, hidden
 
@@ -42,8 +42,6 @@ class SparseArguments(NamedTuple):
     w_top: Tensor | None
 
 
-LIBRARY.define(f"sparse_learners({schema(SparseArguments)}, *, {FORM}) -> Tensor")
-SPARSE = torch.ops.acm.sparse_learners
 _FLOATS = 7  # so many of the tensors in `Weights` do float learners have
 
 
@@ -93,13 +91,6 @@ def kept_share(x_TD: Tensor, k_T: Tensor, weights: Weights, thresholds: Threshol
     return torch.where(k_T == 0, 1, left_T / (k_T * width * (branches * d_in + d_out)).clamp(min=1)).float()
 
 
-def _forward(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
-    """Run the reference, or the kernels if this first call loads them."""
-    if load_kernels(x.device.type):
-        return SPARSE(x, *tensors, form=form, act=act)
-    return torch.ops.acm.sparse_learners_reference(x, *tensors, form=form, act=act)
-
-
 def _reference(*tensors: Any, form: str, act: str) -> Tensor:
     call = _checked(tensors, form=form)
     weights = Weights(*tensors[-_FLOATS:], act=act, form=form)
@@ -120,10 +111,7 @@ def _fake(*tensors: Any, form: str, act: str) -> Tensor:
     return call.x.new_empty(call.x.shape[0], call.b_out.shape[1])
 
 
-LIBRARY.define(f"sparse_learners_reference({schema(SparseArguments)}, *, {FORM}) -> Tensor")
-torch.library.impl("acm::sparse_learners", "CompositeExplicitAutograd", _forward, lib=LIBRARY)
-torch.library.impl("acm::sparse_learners_reference", "CompositeExplicitAutograd", _reference, lib=LIBRARY)
-torch.library.register_fake("acm::sparse_learners", _fake, lib=LIBRARY)
+SPARSE = define("sparse_learners", f"({schema(SparseArguments)}, *, {FORM}) -> Tensor", _reference, _fake)
 map_tokens(SPARSE, SparseArguments, "weights")
 
 

@@ -24,14 +24,11 @@ from torch import Tensor
 
 from acm_compiler.acm.arguments import GatedArguments
 from acm_compiler.acm.gated_learners import GATED, fake_gated
-from acm_compiler.acm.ops import LIBRARY, load_kernels
+from acm_compiler.acm.ops import LIBRARY, define, load_kernels
 from acm_compiler.acm.reference import Norm, normalised
 
 LIBRARY.define("steps(Tensor[] tensors, str program) -> Tensor[]")
-LIBRARY.define("attention(Tensor q, Tensor k, Tensor v, *, float scale, bool causal) -> Tensor")
 STEPS = torch.ops.acm.steps
-ATTENTION = torch.ops.acm.attention
-"""softmax(scale q k^T) v of float32 q, k, v [B, H, S, D], with products of bfloat16; it lies as [B, S, H, D]."""
 _GATED_OPTIONS: dict[str, Callable[[str], Any]] = {
     **{"cost": float, "k_min": int, "rule": str, "form": str, "act": str},
     **{"norm_eps": lambda word: None if word == "-" else float(word), "norm_centred": lambda word: word == "1"},
@@ -133,9 +130,7 @@ def _fake_steps(tensors: list[Tensor], program: str) -> list[Tensor]:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> Tensor:
-    """Run torch's own in bfloat16, where no kernel has taken over."""
-    if load_kernels(q.device.type):
-        return ATTENTION(q, k, v, scale=scale, causal=causal)
+    """Run torch's own in bfloat16."""
     q_half, k_half, v_half = (t.to(torch.bfloat16) for t in (q, k, v))
     y = F.scaled_dot_product_attention(q_half, k_half, v_half, is_causal=causal, scale=scale).to(q.dtype)
     return y.transpose(1, 2).contiguous().transpose(1, 2)
@@ -146,7 +141,8 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bo
     return q.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
 
 
-torch.library.impl("acm::attention", "CompositeExplicitAutograd", _attention, lib=LIBRARY)
-torch.library.register_fake("acm::attention", _fake_attention, lib=LIBRARY)
+_SCHEMA = "(Tensor q, Tensor k, Tensor v, *, float scale, bool causal) -> Tensor"
+ATTENTION = define("attention", _SCHEMA, _attention, _fake_attention)
+"""softmax(scale q k^T) v of float32 q, k, v [B, H, S, D], with products of bfloat16; it lies as [B, S, H, D]."""
 torch.library.impl("acm::steps", "CompositeExplicitAutograd", _steps, lib=LIBRARY)
 torch.library.register_fake("acm::steps", _fake_steps, lib=LIBRARY)

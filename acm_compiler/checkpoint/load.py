@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -42,6 +42,21 @@ _STATE = "state"
 _OUR_FOLDER = "a folder that acm.save or acmc rewrite wrote"
 
 
+class _Saved(NamedTuple):
+    """A saved model as its folder holds it."""
+
+    folder: Path
+    description: dict[str, Any]
+    plan: Plan
+    budgets: dict[str, Any]
+    stored: Stored
+
+    @property
+    def rest(self) -> Sequence[str]:
+        """The linears outside of ACMs that are quantised."""
+        return self.budgets.get("quantized_rest", ())
+
+
 @torch.inference_mode(False)
 def load(
     directory: str | os.PathLike[str], *, base_model: nn.Module | None = None, allow_code: bool = False
@@ -65,10 +80,8 @@ def load(
         raise _mixed(folder, WEIGHTS)
     for name in names:
         _check_weights(folder / name, digests.get(name))
-    if base_model is not None:
-        model = _from_base(base_model, plan, description, budgets, stored, folder)
-    else:
-        model = _from_source(plan, description, budgets, stored, folder, allow_code=allow_code)
+    saved = _Saved(folder, description, plan, budgets, stored)
+    model = _from_source(saved, allow_code=allow_code) if base_model is None else _from_base(base_model, saved)
     _restore_budgets(model, budgets, folder)
     rewritten(model).owner.times = _times(folder, description["save"])
     restore_generation(model, folder)
@@ -168,20 +181,12 @@ def _check_weights(path: Path, expected: str | None) -> None:
         )
 
 
-def _from_source(
-    plan: Plan,
-    description: dict[str, Any],
-    budgets: dict[str, Any],
-    stored: Stored,
-    folder: Path,
-    *,
-    allow_code: bool,
-) -> nn.Module:
-    record = _source_of(description, folder)
-    model = _filled(build_from_record(record, device="meta", allow_code=allow_code), plan, budgets, stored, folder)
+def _from_source(saved: _Saved, *, allow_code: bool) -> nn.Module:
+    record = _source_of(saved.description, saved.folder)
+    model = _filled(build_from_record(record, device="meta", allow_code=allow_code), saved)
     if without := left_on_meta(model):
         _LOG.info("built with values, which tensors outside parameters and buffers need: %s", ", ".join(without[:3]))
-        model = _filled(build_from_record(record, device="cpu", allow_code=allow_code), plan, budgets, stored, folder)
+        model = _filled(build_from_record(record, device="cpu", allow_code=allow_code), saved)
     return model
 
 
@@ -195,80 +200,70 @@ def _source_of(description: dict[str, Any], folder: Path) -> dict[str, Any]:
     return description["source"]
 
 
-def _filled(model: nn.Module, plan: Plan, budgets: dict[str, Any], stored: Stored, folder: Path) -> nn.Module:
+def _filled(model: nn.Module, saved: _Saved) -> nn.Module:
     """`model` with the plan's ACMs and the stored tensors; without dense regions, but those that forwards run."""
     _check_structure(
         model,
-        plan,
-        stored,
-        budgets.get("quantized_rest", ()),
+        saved,
         what=f"the installed libraries build another {type(model).__name__} than the one that was saved",
-        where=folder,
         fix="install the versions named in model.json, or pass base_model=",
     )
-    convert(model, plan, empty=True)
+    convert(model, saved.plan, empty=True)
     finalize(model)
-    _give_values(model, budgets, stored, folder)
+    _give_values(model, saved)
     return model
 
 
-def _from_base(
-    base: nn.Module, plan: Plan, description: dict[str, Any], budgets: dict[str, Any], stored: Stored, folder: Path
-) -> nn.Module:
+def _from_base(base: nn.Module, saved: _Saved) -> nn.Module:
     """A copy of `base` with the plan's ACMs and the stored tensors, dense regions included where they are the same."""
     _check_structure(
         base,
-        plan,
-        stored,
-        budgets.get("quantized_rest", ()),
+        saved,
         what="base_model is not built as the model that was saved",
-        where=folder,
         fix="build it as that model was built, with the same sizes; its weights may be others",
     )
-    if graph_digest(base.graph if isinstance(base, fx.GraphModule) else None) != description["graph"]:
+    if graph_digest(base.graph if isinstance(base, fx.GraphModule) else None) != saved.description["graph"]:
         raise PlanMismatch("the base model's graph is not the one that was rewritten", fix="trace the model as before")
     model = copied(base)
-    owner = convert(model, plan, empty=True)
-    if owner.teacher is None or owner.teacher != budgets["teacher"]:
+    owner = convert(model, saved.plan, empty=True)
+    if owner.teacher is None or owner.teacher != saved.budgets["teacher"]:
         _LOG.warning(
             "%s: base_model has other weights than the model that was rewritten; dense regions are left out, "
             "which revert, calibration and distillation need",
-            folder,
+            saved.folder,
         )
         finalize(model)
-    _give_values(model, budgets, stored, folder)
+    _give_values(model, saved)
     for acm in sites(model).values():
         if acm.dense is not None:
             acm.dense.to(device="cpu", dtype=acm.learners.b_out.dtype)
     return model
 
 
-def _check_structure(
-    base: nn.Module, plan: Plan, stored: Stored, rest: Sequence[str], *, what: str, where: Path, fix: str
-) -> None:
+def _check_structure(base: nn.Module, saved: _Saved, *, what: str, fix: str) -> None:
     """Raise PlanMismatch unless the parameters of `base` are, by name and shape, those of the saved model.
 
     The plan knows them as they were when it was made; what was resized since, such as embeddings, the weights know.
     """
-    refusal: PlanMismatch | None = None
+    plan, refusal = saved.plan, None
     try:
         check_convertible(base, plan, resized=True)
     except PlanMismatch as error:
         refusal = error
-    found = None if refusal is None and fits(plan, base) else first_difference(base, plan, stored, rest)
+    found = None if refusal is None and fits(plan, base) else first_difference(base, plan, saved.stored, saved.rest)
     if found is not None:
-        raise PlanMismatch(what, where=str(where), found=found[0], expected=found[1], fix=fix) from refusal
+        raise PlanMismatch(what, where=str(saved.folder), found=found[0], expected=found[1], fix=fix) from refusal
     if refusal is not None:
         raise refusal
     warn_of_class(plan, base)
 
 
-def _give_values(model: nn.Module, budgets: dict[str, Any], stored: Stored, folder: Path) -> None:
-    if (to := budgets.get("quantized")) is not None:
+def _give_values(model: nn.Module, saved: _Saved) -> None:
+    if (to := saved.budgets.get("quantized")) is not None:
         for acm in sites(model).values():
             acm.learners.quantize(to)  # what it holds is of the right kind then, and about to be replaced
-        replace_linears(model, budgets.get("quantized_rest", ()), to)
-    fill(model, stored, where=str(folder / WEIGHTS))
+        replace_linears(model, saved.rest, to)
+    fill(model, saved.stored, where=str(saved.folder / WEIGHTS))
     for acm in sites(model).values():
         renew_run_time(acm)
         mark_initialized(acm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from acm_compiler.cli.eval import keep, measure
 from acm_compiler.cli.output import JsonOption, Output
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from acm_compiler.evaluation.times import Times
     from acm_compiler.runs.recipe_run import SavedRun
 
+Kept = TypeVar("Kept", bound="Times | Comparison")
 _LOOKED_AT = 64  # examples among which those for load maps are chosen
 
 
@@ -29,7 +30,8 @@ def report(
 ) -> None:
     """Write DIR/report from DIR/eval.json, which is measured first where it is missing, bench.json and compare.json."""
     from acm_compiler.calibration.recalibrate import known_damages
-    from acm_compiler.evaluation.results import load_evaluation
+    from acm_compiler.checkpoint import save_id
+    from acm_compiler.evaluation import comparison, times
     from acm_compiler.passes.rewrite.conversion import conversion
     from acm_compiler.reporting.contents import Report
     from acm_compiler.reporting.figures import require_matplotlib
@@ -39,17 +41,11 @@ def report(
     require_matplotlib()
     output = Output(json=json)
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
-    found = load_evaluation(directory)
-    if found is not None and not run.has_measured(found):
-        output.note("this folder's evaluation is of another model, or on other data")
-        found = None
-    if found is None:
-        output.note("this folder holds no evaluation of its model yet, so that comes first (acmc eval)")
-        found = measure(run, output)
-        keep(directory, found, output)
+    found = _evaluation(run, output)
     loads = _loads(run, found)
     if loads.missing:
         output.note(f"no load maps: {loads.missing}")
+    here = save_id(directory)  # a comparison without ACMs is of no save
     page = write_report(
         directory / "report",
         Report(
@@ -59,12 +55,29 @@ def report(
             plan=conversion(run.model).plan,
             damages=known_damages(run.model),
             loads=loads,
-            times=_times(directory, output),
-            comparison=_comparison(directory, output),
+            times=_unless_stale(times.load_times(directory), directory / times.FILE, "bench", (here,), output),
+            comparison=_unless_stale(
+                comparison.load_comparison(directory), directory / comparison.FILE, "compare", (here, None), output
+            ),
         ),
     )
     output.say(f"wrote {page}, and its charts as PNG and SVG beside it")
     output.document({"page": str(page), "files": sorted(path.name for path in page.parent.iterdir())})
+
+
+def _evaluation(run: SavedRun, output: Output) -> Evaluation:
+    """The evaluation that the folder holds of its model, which is measured first where there is none."""
+    from acm_compiler.evaluation.results import load_evaluation
+
+    found = load_evaluation(run.directory)
+    if found is not None and not run.has_measured(found):
+        output.note("this folder's evaluation is of another model, or on other data")
+        found = None
+    if found is None:
+        output.note("this folder holds no evaluation of its model yet, so that comes first (acmc eval)")
+        found = measure(run, output)
+        keep(run.directory, found, output)
+    return found
 
 
 def _loads(run: SavedRun, found: Evaluation) -> Loads:
@@ -80,25 +93,11 @@ def _loads(run: SavedRun, found: Evaluation) -> Loads:
         return Loads(missing=error.what)
 
 
-def _times(directory: Path, output: Output) -> Times | None:
-    """Times that `acmc bench` measured on the model that is here now."""
-    from acm_compiler.checkpoint import save_id
-    from acm_compiler.evaluation.times import FILE, load_times
-
-    times = load_times(directory)
-    if times is not None and times.save != save_id(directory):
-        output.note(f"{directory / FILE} is of another model than the one here, and left out (acmc bench)")
-        return None
-    return times
-
-
-def _comparison(directory: Path, output: Output) -> Comparison | None:
-    """Methods that `acmc compare` measured beside the model that is here now."""
-    from acm_compiler.checkpoint import save_id
-    from acm_compiler.evaluation.comparison import FILE, load_comparison
-
-    found = load_comparison(directory)
-    if found is not None and found.save not in (None, save_id(directory)):
-        output.note(f"{directory / FILE} is of another model than the one here, and left out (acmc compare)")
-        return None
-    return found
+def _unless_stale(
+    found: Kept | None, file: Path, verb: str, saves: tuple[str | None, ...], output: Output
+) -> Kept | None:
+    """Results that `acmc {verb}` kept in `file`, where they are of one of these saves."""
+    if found is None or found.save in saves:
+        return found
+    output.note(f"{file} is of another model than the one here, and left out (acmc {verb})")
+    return None

@@ -11,9 +11,8 @@ from typing import Any
 from tabulate import tabulate
 
 from acm_compiler.evaluation import wording
-from acm_compiler.evaluation.results import Interval, MetricResult
-from acm_compiler.files import read_result, write_file
-from acm_compiler.recipe.messages import checked_json
+from acm_compiler.evaluation.results import Interval, MetricResult, load_kept
+from acm_compiler.files import write_file
 
 SCHEMA = 1
 FILE, TABLE = "compare.json", "compare.txt"
@@ -191,6 +190,4 @@ def save_comparison(directory: Path, found: Comparison) -> None:
 
 def load_comparison(directory: Path) -> Comparison | None:
     """The directory's `compare.json`, None when there is none; StorageError when it cannot be read."""
-    path, what, fix = directory / FILE, "a comparison that cannot be read", "compare again: acmc compare"
-    text = read_result(path, what, fix=fix)
-    return None if text is None else checked_json(Comparison, text, what=what, where=str(path), fix=fix)
+    return load_kept(Comparison, directory / FILE, what="a comparison", again="compare again: acmc compare")

@@ -12,7 +12,7 @@ import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from acm_compiler.errors import StorageError
 from acm_compiler.evaluation.wording import budget_names, evaluation_table
@@ -22,7 +22,7 @@ from acm_compiler.recipe.tasks import names_share
 
 SCHEMA = 1
 FILE = "eval.json"
-_UNREADABLE, _AGAIN = "an evaluation that cannot be read", "measure again: acmc eval DIR"
+_WHAT, _AGAIN = "an evaluation", "measure again: acmc eval DIR"
 DenseFrom = Literal["original", "regions", "recorded"]
 Places = Literal["patches", "frames"]
 
@@ -180,19 +180,35 @@ class Evaluation:
 
     @staticmethod
     def from_json(text: str) -> Evaluation:
-        """The evaluation that `to_json` wrote; StorageError when it is something else or of a newer schema."""
-        found = _schema_of(text)
-        if found != SCHEMA:
-            raise StorageError(_UNREADABLE, found=f"schema {found}", expected=f"schema {SCHEMA}", fix=_AGAIN)
-        return checked_json(Evaluation, text, what="an evaluation that misses or misnames an entry", fix=_AGAIN)
+        """The evaluation that `to_json` wrote; StorageError when it is something else or of another schema."""
+        return _read_kept(Evaluation, text, what=_WHAT, again=_AGAIN)
 
 
-def _schema_of(text: str) -> object:
+Kept = TypeVar("Kept")
+
+
+def load_kept(kind: type[Kept], path: Path, *, what: str, again: str) -> Kept | None:
+    """The results that were measured and kept in `path`, None when there is no such file.
+
+    StorageError, which begins with `what` they are, when they cannot be read. again: how they are measured again.
+    """
+    text = read_result(path, f"{what} that cannot be read", fix=f"check its permissions, or {again}")
+    return None if text is None else _read_kept(kind, text, what=what, again=again, where=str(path))
+
+
+def _read_kept(kind: Any, text: str, *, what: str, again: str, where: str | None = None) -> Any:
+    """The results in `text`, a JSON document whose schema is the default of the kind's own field."""
+    schema = kind.__dataclass_fields__["schema"].default
     try:
         document = parse_json(text)
     except ValueError:
-        return None
-    return document.get("schema") if isinstance(document, dict) else None
+        document = None
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != schema:
+        expected = f"schema {schema}"
+        what = f"{what} that cannot be read"
+        raise StorageError(what, where=where, found=f"schema {found}", expected=expected, fix=again)
+    return checked_json(kind, text, what=f"{what} with a wrong entry", where=where, fix=again)
 
 
 def save_evaluation(directory: Path, evaluation: Evaluation) -> Path:
@@ -206,8 +222,7 @@ def save_evaluation(directory: Path, evaluation: Evaluation) -> Path:
 
 def load_evaluation(directory: Path) -> Evaluation | None:
     """The directory's `eval.json`, None when there is none; StorageError when it cannot be read."""
-    text = read_result(directory / FILE, _UNREADABLE, fix=f"check its permissions, or {_AGAIN}")
-    return None if text is None else Evaluation.from_json(text)
+    return load_kept(Evaluation, directory / FILE, what=_WHAT, again=_AGAIN)
 
 
 _SAME_DENSE = 1e-3  # other batch sizes round otherwise, and a prediction in a thousand may tip over

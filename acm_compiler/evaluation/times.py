@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from acm_compiler.evaluation.results import load_kept
 from acm_compiler.evaluation.wording import budget_names
-from acm_compiler.files import read_result, write_file
+from acm_compiler.files import write_file
 from acm_compiler.planning.call_times import CallTime, CallTimes
-from acm_compiler.recipe.messages import checked_json
 
 SCHEMA = 1
 FILE = "bench.json"
@@ -82,6 +82,4 @@ def save_times(directory: Path, times: Times) -> Path:
 
 def load_times(directory: Path) -> Times | None:
     """The directory's `bench.json`, None when there is none; StorageError when it cannot be read."""
-    path, what, fix = directory / FILE, "times that cannot be read", "measure again: acmc bench DIR"
-    text = read_result(path, what, fix=fix)
-    return None if text is None else checked_json(Times, text, what=what, where=str(path), fix=fix)
+    return load_kept(Times, directory / FILE, what="times", again="measure again: acmc bench DIR")

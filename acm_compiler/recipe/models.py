@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from acm_compiler.errors import did_you_mean
 from acm_compiler.recipe.fields import FUNCTION, Count, Many, PathLike, Positive, Section, Texts, Three, refusal
 
-SOURCES = ("torchvision", "timm", "hf", "python", "shipped", "directory")
+Source = Literal["torchvision", "timm", "hf", "python", "shipped", "directory"]
+SOURCES = get_args(Source)
 AUTO_CLASSES = tuple(
     f"AutoModel{task}"
     for task in (
@@ -43,7 +43,7 @@ AUTO_CLASSES = tuple(
 class ModelConfig(Section):
     """The model to convert, by the place it comes from and its name there."""
 
-    source: Literal["torchvision", "timm", "hf", "python", "shipped", "directory"]
+    source: Source
     """Source of the model."""
     name: Annotated[str, Field(min_length=1), PathLike()]
     """The name in torchvision's or timm's registry; a hub name or folder (hf); package.module:function (python);
@@ -65,16 +65,15 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _keys_fit_source(self) -> ModelConfig:
         if self.source == "python" and not re.fullmatch(f"(python:)?{FUNCTION}", self.name):
-            raise PydanticCustomError("acm", "name must be package.module:function", {"key": "name"})
+            raise refusal("name must be package.module:function", "name")
         for key in ("auto_class", "trust_remote_code", "gguf"):
             if getattr(self, key) and self.source != "hf":
-                raise PydanticCustomError("acm", "{key} must be left out unless source is hf", {"key": key})
+                raise refusal(f"{key} must be left out unless source is hf", key)
         if self.source == "hf" and self.gguf is None and self.name.endswith(".gguf"):
             raise refusal("name must be the folder or package that holds the GGUF file, and gguf the file", "name")
         if self.auto_class is not None and self.auto_class not in AUTO_CLASSES:
             hint = did_you_mean(self.auto_class, AUTO_CLASSES) or f"; known: {', '.join(AUTO_CLASSES)}"
-            context = {"key": "auto_class", "name": self.auto_class, "hint": hint}
-            raise PydanticCustomError("acm", "unknown auto_class '{name}'{hint}", context)
+            raise refusal(f"unknown auto_class {self.auto_class!r}{hint}", "auto_class")
         return self
 
 
@@ -97,5 +96,5 @@ class InputConfig(Section):
         kinds = ("image", "tokens", "audio_seconds", "shape")
         given = [kind for kind in kinds if getattr(self, kind) is not None]
         if len(given) != 1:
-            raise PydanticCustomError("acm", "exactly one of image, tokens, audio_seconds and shape must be given")
+            raise refusal("exactly one of image, tokens, audio_seconds and shape must be given")
         return self

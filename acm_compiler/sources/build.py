@@ -18,7 +18,7 @@ from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
 from acm_compiler.sources import from_hf, from_python, from_registry
-from acm_compiler.sources.built import Device, Found
+from acm_compiler.sources.built import FAILURES, Device, Found, in_one_line
 from acm_compiler.sources.inputs import Inputs, InputSpec, fit_to, make_inputs
 
 _BUILDERS: dict[str, Callable[..., Found]] = {
@@ -34,17 +34,6 @@ _CHECKS: dict[str, Callable[[ModelConfig], None]] = {
     "hf": from_hf.check,
     "shipped": from_registry.check_shipped,
 }
-# what libraries raise for arguments and configs that do not fit
-_FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 _LIBRARIES = {"torchvision": "torchvision", "timm": "timm", "hf": "transformers"}
 
 
@@ -111,11 +100,11 @@ def _rebuild(record: Mapping[str, Any], *, device: Device, allow_code: bool) -> 
         if config.source == "hf" and "config" in record and not config.trust_remote_code:
             return from_hf.rebuild(dict(record), device=device)
         return _BUILDERS[config.source](config, weights=False, device=device)
-    except _FAILURES as error:
+    except FAILURES as error:
         raise ModelSourceError(
             "the library does not build the model that was recorded",
             where=f"{config.source}:{config.name}",
-            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            found=f"{type(error).__name__}: {in_one_line(error)}",
             fix="install the versions named in model.json, or pass base_model=",
         ) from error
 

@@ -18,6 +18,17 @@ from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.sources.user_code import Attempt, first_line
 
 Device = Literal["cpu", "meta"]
+# what libraries raise for arguments, configs and files that do not fit
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +41,11 @@ class Found:
     model: nn.Module
     example: Callable[[nn.Module], Any] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+def in_one_line(error: BaseException) -> str:
+    """The message of what a library raised, of many lines perhaps, or as much of it as a line holds."""
+    return " ".join(str(error).split())[:200]
 
 
 def build_on(device: Device, build: Callable[[], nn.Module]) -> nn.Module:

@@ -16,12 +16,10 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, a_few_of
+from acm_compiler.sources.built import FAILURES, in_one_line
 
 # what transformers and gguf raise for files that are cut off, damaged, or of an architecture they do not know
-_FAILURES = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
-    *(MemoryError, TypeError, ValueError, struct.error),
-)
+_FAILURES = (*FAILURES, OSError, MemoryError, struct.error)
 # classes of models that write text, the one with the most models first
 _WRITERS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 # keys of configs that give linears biases, which no GGUF file names, by the part of a block that these belong to
@@ -126,6 +124,6 @@ def _reading(path: Path, part: str) -> Iterator[None]:
         raise ModelSourceError(
             f"transformers cannot read the {part} in this GGUF file",
             where=str(path),
-            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            found=f"{type(error).__name__}: {in_one_line(error)}",
             fix="give a whole file, of an architecture and quantization that transformers reads",
         ) from error

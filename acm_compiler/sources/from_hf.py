@@ -14,7 +14,16 @@ from acm_compiler.recipe.load import installed_path
 from acm_compiler.recipe.lookup import gguf_file
 from acm_compiler.recipe.models import AUTO_CLASSES, ModelConfig
 from acm_compiler.sources import from_gguf
-from acm_compiler.sources.built import Device, Found, build_on, load_own_file, refuse_names, refuse_reserved, unloadable
+from acm_compiler.sources.built import (
+    Device,
+    Found,
+    build_on,
+    in_one_line,
+    load_own_file,
+    refuse_names,
+    refuse_reserved,
+    unloadable,
+)
 from acm_compiler.sources.inputs import default_inputs
 
 # keys of a saved config that make transformers fetch or run code of others
@@ -90,9 +99,9 @@ def recorded_config(record: dict[str, Any]) -> Any:
     try:
         return transformers.AutoConfig.for_model(**settings)
     except (ValueError, StrictDataclassError) as error:
-        found = " ".join(str(error).split())
         fix = "install a transformers that knows it: pip install -U transformers"
-        raise ModelSourceError("transformers here does not know this model", found=found, fix=fix) from error
+        what = "transformers here does not know this model"
+        raise ModelSourceError(what, found=in_one_line(error), fix=fix) from error
 
 
 def import_transformers() -> Any:
@@ -141,7 +150,7 @@ def _refuse_unknown(keys: Iterable[str], settings: Any, config: ModelConfig) -> 
 
 def _why(error: Exception, offline: str | None) -> str:
     if offline is None:
-        return " ".join(str(error).split())[:200]
+        return in_one_line(error)
     return f"no such folder here, and nothing of that name in the hub's cache; {offline}"
 
 
@@ -196,7 +205,7 @@ def _fetch(auto: Any, settings: Any, config: ModelConfig, place: str, *, offline
         trusted, local = config.trust_remote_code, offline is not None
         return auto.from_pretrained(place, config=settings, trust_remote_code=trusted, local_files_only=local)
     except (OSError, RuntimeError, ValueError, ImportError) as error:
-        raise unloadable(config, " ".join(str(error).split())[:200]) from error
+        raise unloadable(config, in_one_line(error)) from error
 
 
 def _without_unsafe(value: Any) -> Any:

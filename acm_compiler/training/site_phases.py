@@ -7,7 +7,7 @@ Shapes: T tokens, D in, O out, C = N - k_min + 1 values of k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -137,7 +137,7 @@ class GateLabels:
         x_TD, o_TO = x.flatten(0, -2), o.flatten(0, -2)
         u_TC = acm.utilities(x_TD, torch.zeros((), device=x_TD.device))
         noise_TC = gumbel_noise(u_TC) if self.noise is None else self.noise(acm, u_TC, x.shape[:-1])
-        label_T = label_columns(self._errors(acm, x_TD, o_TO), self.labels)
+        label_T = relative_improvement(self._errors(acm, x_TD, o_TO), self.labels.tau)
         if real_T is not None:
             u_TC, noise_TC, label_T = u_TC[real_T], noise_TC[real_T], label_T[real_T]
         total = F.cross_entropy((u_TC + noise_TC) / self.temperature, label_T, reduction="sum")
@@ -173,10 +173,6 @@ class GateLabels:
         free_gate(acm)
 
 
-# errors d [C, T] by rising k, the rule's tau -> column [T]
-Rule = Callable[[Tensor, float], Tensor]
-
-
 def relative_improvement(error_CT: Tensor, tau: float) -> Tensor:
     """The column [T] of the smallest k for which one more learner improves the error by less than the factor tau.
 
@@ -188,11 +184,3 @@ def relative_improvement(error_CT: Tensor, tau: float) -> Tensor:
     # argmax finds the first True; without any, the count of columns passed is all of them
     passed = (~stops).cumprod(0)
     return passed.sum(0)
-
-
-RULES: dict[str, Rule] = {"relative_improvement": relative_improvement}
-
-
-def label_columns(error_CT: Tensor, rule: LabelRule) -> Tensor:
-    """Gate column [T] that each token should choose, by the rule that the recipe names."""
-    return RULES[rule.rule](error_CT, rule.tau)

@@ -127,6 +127,34 @@ def test_pairs_are_found_where_only_moves_lie_between_projection_and_attention(c
     assert acm.Plan.from_json(plan.to_json()) == plan
 
 
+class Reordered(nn.Module):
+    """x + attention of four heads, of which some are moved: queries, values, or what is read of the result."""
+
+    def __init__(self, *, q=None, v=None, result=None) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.moved = [move or (lambda heads: heads) for move in (q, v, result)]
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (4, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(self.moved[0](q), k, self.moved[1](v)).transpose(1, 2)
+        return x + self.o(self.moved[2](y).flatten(2))
+
+
+REORDERED = {
+    "queries": ({"q": lambda heads: heads.flip(1)}, "qk", "its heads do not meet the partner's in order"),
+    "values": ({"v": lambda heads: heads.roll(1, 1)}, "vo", "its heads do not meet the partner's in order"),
+    "features": ({"result": lambda y: y.mT}, "vo", "the attention's result is not read head by head"),
+}
+
+
+@pytest.mark.parametrize("what", REORDERED)
+def test_projections_whose_heads_meet_in_another_order_are_no_pair(what):
+    moves, roles, reason = REORDERED[what]
+    found = plan_of(Reordered(**moves).eval(), torch.randn(2, 3, 16)).sites
+    assert {site.role: site.unpaired for site in found if site.pair is None} == dict.fromkeys(roles, reason)
+
+
 def test_what_lies_in_between_is_named():
     model, x = opened("rotary")
     reasons = {site.role: site.unpaired for site in plan_of(model, x).sites}

@@ -26,6 +26,7 @@ from acm_compiler.recipe.fields import Every, parse_every
 from acm_compiler.recipe.models import AUTO_CLASSES, SOURCES, InputConfig
 from acm_compiler.recipe.phases import DistillPhase, FinetunePhase, GatePhase
 from acm_compiler.recipe.resolved import recipe_json_schema
+from acm_compiler.recipe.schema import RunConfig
 from acm_compiler.recipe.tasks import AUDIO_RATES
 from tests.helpers import golden
 
@@ -553,7 +554,7 @@ def test_intervals_of_time_survive_writing(number, unit):
     ],
 )
 def test_intervals_are_read_and_written_as_recipes_do(text, every, written):
-    assert parse_every(text) == every
+    assert parse_every(text) == RunConfig(save_every=every).save_every == every
     assert str(every) == written
 
 

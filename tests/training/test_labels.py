@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from acm_compiler.recipe.phases import LabelRule
-from acm_compiler.training.site_phases import label_columns, relative_improvement
+from acm_compiler.training.site_phases import relative_improvement
 
 # error at rising k, tau, expected k with k_min 0 (so the column is k)
 TABLE = [
@@ -47,9 +46,3 @@ def test_columns_start_at_k_min():
 
 def test_a_site_with_one_choice_has_one_label():
     assert relative_improvement(torch.tensor([[3.0, 0.0]]), 1.2).tolist() == [0, 0]
-
-
-def test_recipes_name_rules():
-    errors = torch.tensor([[4.0], [3.0], [2.9]])
-    assert label_columns(errors, LabelRule(rule="relative_improvement", tau=1.2)).tolist() == [1]
-    assert label_columns(errors, LabelRule(rule="relative_improvement", tau=1.5)).tolist() == [0]

@@ -1,7 +1,7 @@
 """One name per operation, whatever way it was called, which names behave alike, and what a call writes to.
 
 `torch.add`, `Tensor.__iadd__`, `x + 1` and `aten.add.Tensor` are all `add`. Reflected operators keep names
-of their own (`rsub`, `rdiv`, `rpow`, `rmatmul`) because their operands are the other way round.
+of their own (`rsub`, `rdiv`, `rpow`) because their operands are the other way round.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ ACTIVATIONS = op_set(
     "reciprocal rpow rdiv"
 ) | {name for name, meaning in NAMED.items() if meaning is None}
 SUMS = op_set("add sub rsub")
-PRODUCTS = op_set("matmul rmatmul mm bmm baddbmm einsum addmm addbmm tensordot inner")
+PRODUCTS = op_set("matmul mm bmm baddbmm einsum addmm addbmm tensordot inner")
 ATTENTION = frozenset(["scaled_dot_product_attention"])
 CONVOLUTIONS = op_set("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
 # calls with linears inside that nothing can reach

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
@@ -88,8 +89,6 @@ def name_of(expression: str) -> str | None:
 @functools.cache
 def is_affine(expression: str) -> bool:
     """True if `expression` is a x + b, so that nothing non-linear happens between the linears."""
-    if expression == "identity":
-        return True
     x, y = _values(expression)
     at_zero, at_one = activations.resolve(expression)(torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu"))
     return bool(torch.allclose(y, at_zero + (at_one - at_zero) * x, rtol=1e-9, atol=1e-9))
@@ -213,14 +212,15 @@ class TermReader:
         return Call("neg", (Call("clamp", (Call("neg", (term,)), -self._bound(high))),))
 
     def _elu(self, value: Value) -> Term:
-        """aten's elu also carries selu's scale; `F.elu` has `inplace` in that place."""
-        node, aten = value.node, isinstance(value.node.target, torch._ops.OpOverload)
-        scales = [float(argument(node, i, k, 1.0) or 1.0) for i, k in ((2, "scale"), (3, "input_scale"))]
-        if aten and scales[1] != 1.0:
+        """elu, by any other name than `F.elu`, which has `inplace` in that place, also carries selu's scale."""
+        node, scales = value.node, (1.0, 1.0)
+        if node.target is not F.elu:
+            scales = float(argument(node, 2, "scale", 1.0)), float(argument(node, 3, "input_scale", 1.0))
+        if scales[1] != 1.0:
             raise Inexpressible(f"{_where(value)} scales its input")
         alpha = float(argument(node, 1, "alpha", 1.0))
         term = Call("elu", (self._first(value), *((alpha,) if alpha != 1.0 else ())))
-        return Call("mul", (term, scales[0])) if aten and scales[0] != 1.0 else term
+        return Call("mul", (term, scales[0])) if scales[0] != 1.0 else term
 
     def _bound(self, argument: Any) -> float:
         bound = self._operand(argument)

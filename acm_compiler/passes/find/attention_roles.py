@@ -99,8 +99,6 @@ def _is_data_product(flow: Dataflow, value: Value) -> bool:
 def _product_roles(flow: Dataflow, value: Value, name: str) -> set[str]:
     """The role of operand `name` in a product of two values, one half of attention written out."""
     operands = list(value.args[-2:])
-    if value.op == "rmatmul":
-        operands.reverse()
     # scores, `q @ k.mT`: a softmax reads the product
     softmax = _softmax_below(flow, value.name)
     if softmax is not None:

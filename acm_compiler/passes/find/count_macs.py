@@ -126,8 +126,6 @@ def _quantized_linear(call: Call) -> list[Work]:
 def _matmul(call: Call) -> list[Work]:
     """[..., m, k] @ [..., k, n], broadcast; products with a vector on the right are no matrix products to torch."""
     left, right = _operands(call)[:2]
-    if call.name == "rmatmul":
-        left, right = right, left
     return [] if len(right) < 2 or not left else [_product(left, right, call.shape)]
 
 
@@ -251,7 +249,6 @@ _COUNTS: dict[str, Callable[[Call], list[Work]]] = {
     "linear": _linear,
     "acm::learners": _quantized_linear,
     "matmul": _matmul,
-    "rmatmul": _matmul,
     "mm": _matmul,
     "bmm": _matmul,
     "addmm": _added_matmul,

@@ -16,7 +16,7 @@ from acm_compiler.passes.find.weight_views import Views, WeightView, linear_ref
 QUANTISED_LINEAR = "quantised linear: convert the model as it was before it was quantised"
 OWN_BIAS = "its bias is computed (merge or remove what computes it)"
 _BUFFER = "its weight is a buffer, and only parameters are converted: register it as a parameter"
-_FUSED_BIAS = op_set("matmul rmatmul mm einsum inner tensordot")
+_FUSED_BIAS = op_set("matmul mm einsum inner tensordot")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def _product(value: Value, values: Mapping[str, Value], views: Mapping[str, View
         found = _Product(x=argument(node, 1, "mat1"), weight=argument(node, 2, "mat2"), bias=argument(node, 0, "input"))
         if argument(node, 3, "beta", 1) != 1 or argument(node, 4, "alpha", 1) != 1:
             found = dataclasses.replace(found, problem="addmm scales its operands")
-    elif value.op in ("matmul", "mm", "rmatmul", "bmm", "baddbmm", "grouped_mm"):
+    elif value.op in ("matmul", "mm", "bmm", "baddbmm", "grouped_mm"):
         found = _matrix_product(value, values, views)
     elif value.op == "einsum":
         found = None if scales_only(node) else _einsum(value, values, views)
@@ -114,8 +114,6 @@ def _matrix_product(value: Value, values: Mapping[str, Value], views: Mapping[st
     if len(operands) < 2:
         return None
     left, right = operands[1:3] if value.op == "baddbmm" else operands[:2]
-    if value.op == "rmatmul":
-        left, right = right, left
     if not values[right.name].live and (values[right.name].learned or _is_quantised_matrix(values[right.name], values)):
         rank = len(values[right.name].shape or ())
         if rank == 2:

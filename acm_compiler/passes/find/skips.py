@@ -126,11 +126,11 @@ def _plain_reason(flow: Dataflow, linear: Linear) -> str:
     return _NEITHER
 
 
-def kept_dense(flow: Dataflow, sites: Sequence[Site], skips: Iterable[Skip] = ()) -> list[Skip]:
+def kept_dense(flow: Dataflow, sites: Sequence[Site], skips: Iterable[Skip]) -> list[Skip]:
     """Everything that does multiply-adds outside `sites`, the largest first; the macs add up with the sites'.
 
-    Linears and convolutions have the reason they have in `skips`, else NOT_SELECTED. Products of two values,
-    such as attention's, are one entry per operation.
+    Linears and convolutions have the reason they have in `skips`, those of sites that stay dense NOT_SELECTED. Products
+    of two values, such as attention's, are one entry per operation.
     """
     owners = {node: linear for linear in flow.linears.values() for node in linear.nodes}
     refs: dict[str, list[LinearRef]] = defaultdict(list)
@@ -181,7 +181,5 @@ def _reason(nodes: Sequence[fx.Node], owners: Mapping[str, Linear]) -> str:
     op = op_name(nodes[0])
     if nodes[0].name in owners:
         return NOT_SELECTED
-    if op in CONVOLUTIONS:
-        return "convolution"
     kind = "attention's scores and values" if op in ATTENTION else "products of computed values"
     return f"{kind}, {len(nodes)} calls" if len(nodes) > 1 else kind

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import resolve
+from acm_compiler.acm.intact import refuse_without_dense
 from acm_compiler.acm.module import Tap
-from acm_compiler.errors import NoDenseRegion, PlanMismatch, TrainingFailed
+from acm_compiler.errors import PlanMismatch, TrainingFailed
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.offload import device_of, kept
 from acm_compiler.planning.decisions import PlannedSite
@@ -239,7 +240,7 @@ def _is_broken(tensor: Tensor) -> bool:
 def _held_by(acm: ACM, site: PlannedSite) -> dict[str, Tensor]:
     """The tensors of one dense region by their names in the model before the rewrite."""
     if acm.dense is None:
-        raise _gone(site.name)
+        refuse_without_dense(site.name)
     if isinstance(acm.dense, DenseRegion):
         return acm.dense.held()
     # the replaced module itself, which was registered under the graft's path
@@ -248,7 +249,7 @@ def _held_by(acm: ACM, site: PlannedSite) -> dict[str, Tensor]:
 
 def _weights_of(site: PlannedSite, tensors: Mapping[str, Tensor]) -> DenseWeights:
     if any(name not in tensors for name in tensor_names(site)):
-        raise _gone(site.name)
+        refuse_without_dense(site.name)
     first = tuple(_as_float(dense_linear(ref, tensors)) for ref in site.first)
     last = None if site.last is None else _as_float(dense_linear(site.last, tensors))
     return DenseWeights(first=first, last=last, act=site.act)
@@ -260,11 +261,3 @@ def _as_float(linear: DenseLinear) -> DenseLinear:
     if weight.element_size() < 4:
         weight, bias = kept(weight.float()), None if bias is None else bias.float()
     return weight, bias
-
-
-def _gone(site: str) -> NoDenseRegion:
-    return NoDenseRegion(
-        "the dense weights that this ACM replaced are not there any more, and calibrate starts from them",
-        where=site,
-        fix="calibrate a fresh rewrite, or load with the original model: acm.load(directory, base_model=model)",
-    )

@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts
-from acm_compiler.errors import NoDenseRegion, UsageError, a_few_of
+from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_without_dense
+from acm_compiler.errors import NoDenseRegion, UsageError
 from acm_compiler.passes.capture.normalize import replace_children, restore_fast_path
 from acm_compiler.passes.capture.unpacked_attention import UnpackedAttention
 from acm_compiler.passes.rewrite.conversion import sites, wholly_rewritten
@@ -28,14 +28,10 @@ def revert(model: nn.Module) -> nn.Module:
     """
     found = wholly_rewritten(model, "acm.revert")
     refuse_in_parts(model, "acm.revert")
-    undo, gone = found.owner.undo, [name for name, acm in found.acms.items() if acm.dense is None]
-    if gone:
-        raise NoDenseRegion(
-            f"the dense regions of {len(gone)} sites are not there any more",
-            found=a_few_of(gone),
-            fix="give the original model: acm.load(directory, base_model=model)",
-        )
-    root = rewritten_root(model)
+    for name, acm in found.acms.items():
+        if acm.dense is None:
+            refuse_without_dense(name)
+    root, undo = rewritten_root(model), found.owner.undo
     if isinstance(root, fx.GraphModule) and undo.graph is None:
         raise NoDenseRegion("the graph from before the rewrite was not pickled", fix="use acm.save and acm.load")
     for acm in found.acms.values():

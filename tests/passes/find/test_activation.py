@@ -53,6 +53,7 @@ WRITTEN = {
     "elu(x, 0.5)": nn.ELU(0.5, inplace=True),
     "softplus(x, 2.0, 20.0)": nn.Softplus(beta=2),
     "selu(x)": nn.SELU(),
+    "mul(elu(x, 2.0), 1.05)": lambda x: torch.ops.aten.elu(x, 2.0, 1.05),
     "clamp(gelu(x), -10.0, 10.0)": lambda x: torch.clip(F.gelu(x), -10, 10),
     "neg(clamp(neg(x), -3.0))": lambda x: x.clamp(max=3),
     "mul(x, sigmoid(mul(x, 1.5)))": lambda x: x * torch.sigmoid(x * 1.5),

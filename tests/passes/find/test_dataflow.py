@@ -56,6 +56,7 @@ LINEARS = {
     "matmul, then bias": (lambda m, x: x @ m.wt + m.b, LinearRef(weight="wt", bias="b", transposed=True)),
     "bias, then matmul": (lambda m, x: m.b + x @ m.wt, LinearRef(weight="wt", bias="b", transposed=True)),
     "einsum": (lambda m, x: torch.einsum("bsi,oi->bso", x, m.w), W),
+    "einsum, operands in a list": (lambda m, x: torch.einsum("bsi,oi->bso", [x, m.w]), W),
     "einsum, weight first": (lambda m, x: torch.einsum("io,...i->...o", m.wt, x), WT),
     "inner": (lambda m, x: torch.inner(x, m.w), W),
     "inner, then bias": (lambda m, x: torch.inner(x, m.w) + m.b, LinearRef(weight="w", bias="b")),
@@ -98,6 +99,8 @@ PROBLEMS = {
     "another axis": (lambda m, x: torch.tensordot(x.mT, m.w, dims=([1], [1])), "its tensordot moves axes"),
     "both axes": (lambda m, x: torch.tensordot(x.repeat(1, 2, 1), m.w, dims=2), "its tensordot moves axes"),
     "heads": (lambda m, x: torch.einsum("bsi,hio->bsho", x, m.stacked), "its einsum weight has 3 dimensions"),
+    "a buffer": (lambda m, x: F.linear(x, m.table.t()), "its weight is a buffer"),
+    "another type": (lambda m, x: F.linear(x.double(), m.w.double()), "its weight is torch.float32 and used as"),
     "no input": (lambda m, x: x.sum() + F.linear(m.packed[:2], m.w), "its input does not depend"),
 }
 

@@ -1,5 +1,6 @@
 """Sites are found in models as users write and publish them: every one once, and nothing else."""
 
+import math
 import time
 
 import pytest
@@ -222,6 +223,35 @@ class Fn(nn.Module):
         return self.function(*args)
 
 
+class Written(nn.Module):
+    """x + f(this, x), with the weights of an MLP and of three branches."""
+
+    def __init__(self, f) -> None:
+        super().__init__()
+        self.up, self.bias = nn.Parameter(torch.randn(HIDDEN, WIDTH)), nn.Parameter(torch.randn(HIDDEN))
+        self.down, self.three = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, 3 * HIDDEN)
+        self.rounded, self.f = nn.Linear(HIDDEN, WIDTH, dtype=torch.bfloat16), f
+
+    def forward(self, x):
+        return x + self.f(self, x)
+
+
+def three_branches(m, x):
+    a, b, c = m.three(x).chunk(3, -1)
+    return m.down(F.silu(a) * b * c)
+
+
+NO_ACM = {
+    "one weight twice": (lambda m, x: F.gelu(x @ m.up.T) @ m.up, "its layers share blocks.0.up"),
+    "computed bias": (lambda m, x: m.down(F.gelu(F.linear(x, m.up, 2 * m.bias))), "its bias is computed"),
+    "two types": (
+        lambda m, x: m.rounded(F.gelu(x @ m.up.T).bfloat16()).float(),
+        "its layers compute in different types",
+    ),
+    "three branches": (three_branches, "the last linear reads 3 different parts"),
+}
+
+
 class TokenConv(nn.Module):
     """A convolution over tokens."""
 
@@ -241,8 +271,20 @@ NO_MLP = {
     "learned slope": (nn.PReLU(), "activation cannot be written down: prelu"),
     "chosen by data": (Fn(lambda h: torch.where(h > 1, h, F.relu(h))), "where (test_find_sites.py"),
     "not smooth enough": (nn.Softshrink(), "activation cannot be written down: softshrink"),
+    "no number": (
+        Fn(lambda h: F.relu(h) * math.inf),
+        "activation cannot be written down: an operand of the activation",
+    ),
+    "bound by data": (Fn(lambda h: F.relu(h).clamp(max=0.5 * h)), "activation cannot be written down: a clamp's bound"),
     "nothing": (nn.Dropout(), "neither a layer of an MLP"),
 }
+
+
+@pytest.mark.parametrize("name", NO_ACM)
+def test_an_mlp_that_no_acm_can_replace_is_skipped_with_the_reason(name):
+    f, reason = NO_ACM[name]
+    sites, skips = look(Stack(Written(f)), example())
+    assert not sites and reason in "; ".join(skip.reason for skip in skips)
 
 
 @pytest.mark.parametrize("name", NO_MLP)

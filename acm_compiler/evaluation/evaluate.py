@@ -125,11 +125,13 @@ def _distinct(settings: Sequence[Setting], plan: Plan) -> list[Setting]:
 
 def _tallies(model: nn.Module, settings: Sequence[Setting], plan: Plan) -> list[tuple[Setting, float, Tally]]:
     """Each setting, what `_apply` says of it, and its tally; budget 1 and k = N, which run the same, have one tally."""
-    full, most = Tally(plan), max(site.learners for site in plan.sites)
-    rows = []
-    for place, setting in enumerate(settings, start=1):
+    most, full, rows = max(site.learners for site in plan.sites), None, []
+    for place, setting in enumerate(settings):
         share = setting.k / most if isinstance(setting, FixedK) else parse_budget(setting, plan)
-        rows.append((setting, _apply(model, setting), full if share >= 1 - TOLERANCE else Tally(plan, seed=place)))
+        tally = Tally(plan, seed=place)
+        if share >= 1 - TOLERANCE:
+            full = tally = full or tally
+        rows.append((setting, _apply(model, setting), tally))
     return rows
 
 

@@ -96,7 +96,7 @@ def main(where: str, folder: Path, blocks: int, width: int, limited: bool) -> No
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     offload = folder if where == "offload" else None
     acm.rewrite(model, plan, inplace=True, offload=offload)
-    options = Options(tokens=TOKENS, gate_steps=10, sample=512, projections=1, offload=offload)
+    options = Options(tokens=TOKENS, gate_steps=10, sample=512, backward_passes=1, offload=offload)
     calibrate_on(model, masked(batches), options=options)
     watch.ended.set()
     digest = hashlib.sha256(repr(conversion(model).table).encode())

@@ -26,7 +26,7 @@ from acm_compiler.codegen.compare import relative_error
 from acm_compiler.evaluation.bench import Timing, int8, interleave
 from acm_compiler.site import Layout
 from benchmarks.drawn import N, bias_to, converted, drawn, mean_k
-from benchmarks.tokens_per_second import machine
+from benchmarks.machine import machine
 
 D, HIDDEN, HEADS = 768, 3072, 12
 KIND_FORM = {"mlp": "mlp", "projection (svd)": "linear", "projection (rows)": "rows", "projection (cols)": "cols"}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import acm_compiler as acm
 from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
-from benchmarks.tokens_per_second import machine
+from benchmarks.machine import machine
 
 HEADINGS = ("draft", "tokens", "until", "accepted", "kept", "tokens/s", "to dense", "q1", "q3", "same text")
 Write = Callable[[Tensor], Tensor]

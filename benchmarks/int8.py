@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import acm_compiler as acm
 from acm_compiler.evaluation.bench import interleave
 from benchmarks.drawn import SMOLLM2, VOCABULARY, N, converted, drawn
-from benchmarks.tokens_per_second import machine
+from benchmarks.machine import machine
 
 PAST, BASE = 128, "Inductor, dense float32"  # tokens in a decoder's cache
 

@@ -36,7 +36,8 @@ from acm_compiler.exporting.fixed import Plain
 from acm_compiler.exporting.onnx import OPERATORS
 from acm_compiler.runs.recipe_run import open_saved_run
 from benchmarks.drawn import N, converted, drawn
-from benchmarks.tokens_per_second import machine, prompts
+from benchmarks.machine import machine
+from benchmarks.tokens_per_second import prompts
 
 TOKENS = 128
 BUDGETS = tuple(k / N for k in range(1, N + 1))

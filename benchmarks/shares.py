@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import acm_compiler as acm
 from acm_compiler.acm import ACM
 from benchmarks.drawn import N, bias_to, converted, drawn
-from benchmarks.tokens_per_second import machine
+from benchmarks.machine import machine
 
 MOST = 10
 

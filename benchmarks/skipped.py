@@ -19,7 +19,7 @@ from torch import Tensor
 from acm_compiler.acm import ops, sparse
 from acm_compiler.acm.reference import Weights, hidden
 from acm_compiler.evaluation.bench import interleave
-from benchmarks.tokens_per_second import machine
+from benchmarks.machine import machine
 
 N, CHOICES, SHARES = 8, (4, 6, 8), (0.0, 0.3, 0.5, 0.7)
 

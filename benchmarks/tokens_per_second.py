@@ -13,8 +13,6 @@ as `benchmarks.llama_cpp_model` says how to make (package llama-cpp-python).
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,9 +24,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 import acm_compiler as acm
-from acm_compiler.evaluation.bench import Timing, clock, interleave
+from acm_compiler.evaluation.bench import Timing, interleave
 from acm_compiler.recipe.lookup import gguf_file
 from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
+from benchmarks.machine import machine
 
 HEADINGS = ("phase", "batch", "budget", "contender", "tokens/s", "to dense Inductor", "q1", "q3", "MACs")
 BASE, LLAMA_CPP = "dense inductor", "llama.cpp"
@@ -53,12 +52,6 @@ def main() -> None:
         rivals = {} if chosen.llama_cpp is None else llama_cpp(run, prompt, chosen.llama_cpp)
         rows = list(measured(run, prompt, chosen.budgets, chosen.rounds, rivals))
     print(tabulate(rows, headers=HEADINGS, tablefmt="github", disable_numparse=True))
-
-
-def machine() -> str:
-    """Versions, threads and load, which belong to every table of times."""
-    versions = f"torch {torch.__version__}, python {platform.python_version()}, {torch.get_num_threads()} threads,"
-    return f"{versions}\n{torch.backends.cpu.get_cpu_capability()}, {clock()[0]}, load {os.getloadavg()[0]:.1f}\n"
 
 
 def prompts(run: SavedRun, batch: int, tokens: int) -> Tensor:

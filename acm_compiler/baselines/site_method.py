@@ -116,7 +116,7 @@ class SiteMethod(Method):
     region: ClassVar[type[Region]]
     least: ClassVar[float] = 0.0
     """The smallest share of a site's MACs that its region can run."""
-    looks: ClassVar[int | None] = None
+    fit_batches: ClassVar[int | None] = None
     """Batches that regions are fitted on; None: all that there are."""
 
     def __init__(self, subject: Subject) -> None:
@@ -162,7 +162,7 @@ class SiteMethod(Method):
     def convert(self, budgets: Sequence[float], say: Say) -> None:
         """Look at the inputs of all sites in the dense model, then fit and install the regions."""
         with observed(self.found.owner, self._observe):
-            for batch in islice(self.subject.fit(), self.looks) if self.regions else ():
+            for batch in islice(self.subject.fit(), self.fit_batches) if self.regions else ():
                 with batch_context(self.host, mask=self.subject.task.mask(batch)):
                     call_model(self.host, self.subject.task.inputs(batch))
         shares = [self.share_of(budget, self.subject.plan) for budget in budgets]

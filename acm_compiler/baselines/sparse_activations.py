@@ -94,7 +94,7 @@ class WinaRegion(TealRegion):
 class SparseMethod(SiteMethod):
     """A search for the share of inputs to keep with which the whole model executes what a budget leaves it."""
 
-    looks = _BATCHES
+    fit_batches = _BATCHES
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)

@@ -15,11 +15,11 @@ _Result = TypeVar("_Result")
 
 
 def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item], *, workers: int) -> Iterator[_Result]:
-    """Results of `function` for each of `items`, in their order; so many at a time, which share torch's threads.
+    """Results of `function` for each of `items`, in their order, by so many workers, which share torch's threads.
 
-    An item is taken once there is a worker for it. Workers compute gradients where this thread does, and see its
-    context variables, but not its modes of torch. An error of one comes out here, behind the results before it, once
-    those that are at work have ended.
+    The next item is taken when a worker is free. Workers compute gradients where this thread does and see its context
+    variables, but not its modes of torch. An error of one is raised here, after the results before it, once the
+    others have ended what they are at.
     """
     if workers <= 1:
         yield from map(function, items)
@@ -38,10 +38,10 @@ def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item], *, 
         with ThreadPoolExecutor(workers, "acm-sites", initializer=start) as pool:
             for item in items:
                 running.append(pool.submit(copy_context().run, work, item))
-                del item
+                del item  # its memory goes when the worker is done with it
                 if len(running) == workers:
                     yield running.popleft().result()
             while running:
                 yield running.popleft().result()
     finally:
-        torch.set_num_threads(threads)  # what workers set holds for threads that begin later, too
+        torch.set_num_threads(threads)  # what workers set would hold for threads that begin later

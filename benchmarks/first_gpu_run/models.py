@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ VIT = {"image_size": 224, "patch_size": 16, "num_heads": 12, "hidden_dim": 768, 
 TINY_VIT = {"image_size": 32, "patch_size": 8, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
 VOCABULARY = 2000
 CALIBRATED_LAYERS = 1
+WHOLE = {"ViT-B": (128, 1), "Llama-8B, 4 layers": (2048, 1)}  # images, tokens
+MODES = ("reduce-overhead", "compiled", "eager")
+KS = (None, 2, 1, 4)
+MOST_KERNELS = 15  # that are named
 Inputs = tuple[Any, ...]
 
 
@@ -59,18 +64,37 @@ def started_us(call: Callable[[], object], device: Device) -> float:
     return float(torch.tensor(spent).median())
 
 
+def build(device: Device) -> Iterator[Row]:
+    """Each model compiled in each mode by a process of its own: those that time them find it in Inductor's cache."""
+    cases = [(name, batch) for name, batches in WHOLE.items() for batch in batches]
+    for (name, batch), mode, kind in device.mine(product(device.some(cases), MODES[:2], ("ACM", "dense"))):
+        start = time.perf_counter()
+        dense, converted, inputs = made(name, device, batch)
+        model = compiled(dense, converted, mode)[kind]
+        for k in KS if kind == "ACM" else KS[:1]:
+            acm.set_k(converted, k)
+            with torch.no_grad():
+                model(*inputs)
+        device.wait()
+        facts = {"model": name, "batch or tokens": batch, "mode": mode, "contender": kind}
+        yield {**facts, "seconds": time.perf_counter() - start}
+
+
 def whole(device: Device, name: str) -> Iterator[Row]:
-    """A model's forward in eager mode, compiled, and compiled with CUDA graphs, at every k and with free gates."""
-    make, batches = (vit_of, (128, 1)) if name == "ViT-B" else (llama_of, (2048, 1))
-    for batch in batches if device.is_cuda else (2,):
-        dense, converted, inputs = make(device, batch=batch)
-        for mode in ("eager", "compiled", "reduce-overhead"):
+    """A model's forward by CUDA graphs, compiled, and in eager mode, with free gates and at every k; kernels of one."""
+    for batch in WHOLE[name][: None if device.is_cuda else 1]:
+        dense, converted, inputs = made(name, device, batch)
+        with torch.no_grad(), acm.record(converted) as usage:
+            converted(*inputs)
+        for mode in MODES:
             pair = {"dense": dense, "ACM": converted} if mode == "eager" else compiled(dense, converted, mode)
             models = {f"{kind}, {mode}": model for kind, model in pair.items()}
-            for k in (2, 4, 1, None):
+            for k in KS:
                 acm.set_k(converted, k)
-                facts = {"model": name, "batch or tokens": batch, "k": "gates" if k is None else k}
+                facts = {"model": name, "batch or tokens": batch, "k": k or f"gates, {usage.budget:.2f}"}
                 yield from [{**facts, **row} for row in timed(models, inputs, device)]
+                for kind, model in models.items() if (mode, k) == (MODES[0], KS[0]) else ():
+                    yield from [{**facts, "contender": kind, **row} for row in kernels_of(model, inputs, device)]
 
 
 def compiled(dense: nn.Module, converted: nn.Module, mode: str = "compiled") -> dict[str, Any]:
@@ -86,6 +110,14 @@ def timed(models: dict[str, Any], inputs: Inputs, device: Device) -> list[Row]:
         calls = {name: lambda model=model: model(*inputs) for name, model in models.items()}
         found = interleave(calls, base=next(iter(calls)), rounds=min(device.rounds, 11), device=device.kind)
     return [{"contender": name, "ms": timing.time_ms, "ratio": timing.ratio} for name, timing in found.items()]
+
+
+def kernels_of(model: Any, inputs: Inputs, device: Device) -> list[Row]:
+    """The longest kernels of a forward, and all together."""
+    with torch.no_grad():
+        rows = device.profiled(lambda: model(*inputs))
+    every = {"kernel": "all", "calls": sum(row["calls"] for row in rows), "us": sum(row["us"] for row in rows)}
+    return [every, *rows[:MOST_KERNELS]]
 
 
 def training(device: Device) -> Iterator[Row]:
@@ -137,6 +169,12 @@ def calibration(device: Device) -> Iterator[Row]:
             "peak_gb": device.peak_bytes() / 1e9,
             "minutes of 32 layers": 32 / CALIBRATED_LAYERS * spent / 60,
         }
+
+
+def made(name: str, device: Device, batch: int) -> tuple[nn.Module, nn.Module, Inputs]:
+    """A model of `WHOLE`, dense and converted, and its inputs; of two examples in a dry run."""
+    make = vit_of if name == "ViT-B" else llama_of
+    return make(device, batch=batch if device.is_cuda else 2)
 
 
 def vit_of(device: Device, *, batch: int, layers: int = 12) -> tuple[nn.Module, nn.Module, Inputs]:

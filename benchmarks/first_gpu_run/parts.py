@@ -57,6 +57,7 @@ PARTS = {
     ),
     "models": (
         Part(name="step", run="steps.sites", seconds=90, differentiates=True),
+        Part(name="build", run="models.build", seconds=120, interpreted=False, processes=8),
         Part(name="vit", run="models.whole", given=("ViT-B",), seconds=180, interpreted=False),
         Part(name="training", run="models.training", seconds=60, interpreted=False, differentiates=True),
         Part(name="host", run="models.host", seconds=60, interpreted=False),

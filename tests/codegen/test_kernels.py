@@ -42,7 +42,7 @@ from acm_compiler.codegen.gpu.stages import (
     takes_turns_on,
 )
 from acm_compiler.codegen.gpu.start import Launcher
-from acm_compiler.codegen.gpu.tiles import TABLE, choose_tiles
+from acm_compiler.codegen.gpu.tiles import TABLE, bucket_of, choose_tiles
 from acm_compiler.passes.lower.verify import Call, GateCall
 from acm_compiler.site import ACTIVATIONS
 from tests.helpers import ROOT, ttir
@@ -103,6 +103,9 @@ def require_good(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = Fals
         assert built.resident >= kernel.tile.resident, built
         found = {name for name, count in built.instructions.items() if count}
         exact = spec.dtype == "fp32" and not spec.tf32
+        if kernel.name.startswith("one"):
+            assert not found, built  # neither matrix products nor copies into shared memory
+            continue
         few = kernel.name.startswith("few")  # of which 32 rows at a time are too few for the newest
         assert ("HMMA" if few else {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[arch]) in found or exact, built
         # without fences what no descriptor can load is not copied ahead of wgmma: slices by columns
@@ -262,7 +265,7 @@ def test_the_wide_gates_of_a_llama_are_built_as_designed(arch):
         assert product.spills == added.spills == 0
         bulk = arch == 90 and tokens > 64
         assert bool(product.instructions["HGMMA"]) == bool(product.instructions["UTMALDG"]) == bulk
-        assert bool(product.instructions["LDGSTS"]) == (not bulk)
+        assert bool(product.instructions["LDGSTS"]) == (not bulk and tokens > 1)
     norm = gate_kernels_of(replace(llama, norm=True), arch, 8192)
     assert [kernel.name for kernel in norm] == ["norm", "gate parts", "gate sum"]
     assert gate_kernels_of(GATE, arch, 1)[0].name == "gate"  # a small gate is one launch
@@ -346,6 +349,7 @@ def test_every_row_of_the_table_holds_what_it_says(row):
         "narrow": (PROJECTION,),
         "gated": (SWIGLU,),
         "sliced": (ROWS, COLS),
+        "one": (VIT, SWIGLU, PROJECTION),
         "few": (VIT, PROJECTION),
         "few-gated": (SWIGLU,),
     }
@@ -390,6 +394,19 @@ def test_few_tokens_of_every_second_layer_are_two_kernels_or_three(second, arch)
         assert kernel.tile is None or (built.instructions["LDGSTS"] and not built.instructions["HGMMA"])
 
 
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("spec", [VIT, SWIGLU, PROJECTION], ids=lambda spec: spec.form)
+def test_one_token_is_weights_times_a_vector_read_sixteen_bytes_at_a_time(spec, arch):
+    kernels = kernels_of(spec, arch, 1)
+    assert [kernel.name for kernel in kernels] == ["one1", "one2"]
+    kernels += gate_kernels_of(replace(GATE, d_in=4096, width=432), arch, 1)[:1]
+    for kernel in kernels:
+        built = build(kernel, "bf16", arch)
+        assert built.spills == 0 and built.resident >= 5 and not built.instructions["HMMA"]
+        assert len(re.findall(r"ld\.global[\w.:]*\.v4", built.ptx)) >= 8
+    assert bucket_of(1) != bucket_of(2) == bucket_of(16)
+
+
 def test_few_tokens_get_small_tiles_and_are_not_sorted():
     few, some, many = (choose_tiles(VIT, 90, tokens) for tokens in (20, 2048, 4096))
     assert (few.sorts, some.sorts) == (False, True)
@@ -401,7 +418,7 @@ def test_few_tokens_get_small_tiles_and_are_not_sorted():
 LLAMA = replace(VIT, form="gated", act="silu", width=3584, d_in=4096, d_out=4096, bias_in=False)
 
 
-@pytest.mark.parametrize("tokens", [1, 17, 33, 64])
+@pytest.mark.parametrize("tokens", [2, 17, 33, 64])
 @pytest.mark.parametrize("spec", [VIT, LLAMA, SWIGLU, PROJECTION], ids=lambda spec: spec.form)
 def test_few_tokens_keep_the_whole_device_busy(spec, tokens):
     """Programs of few tokens are about as many as processors, or what each of them reads is little."""

@@ -25,7 +25,7 @@ from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
 from tests.helpers import triton_interpreter
-from tests.helpers.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, inputs_of, poison_memory, require_answer, to
+from tests.helpers.kernel_cases import FEW, FORMS, ODD, ONE, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 
 HOPPER = Machine(arch=90, processors=3)
 AMPERE = Machine(arch=80, processors=3)
@@ -73,7 +73,18 @@ def test_odd_counts_and_shapes_equal_the_reference(case):
     require_answer(run(inputs), inputs)
 
 
-@pytest.mark.parametrize("case", [case for case in FEW if case.form != "rows"], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", ONE, ids=str)
+def test_one_token_equals_the_reference(case, dtype):
+    inputs = inputs_of(dataclasses.replace(case, tokens=1, dtype=dtype))
+    for machine in (HOPPER, AMPERE):
+        require_answer(run(inputs, machine), inputs)
+
+
+SPLIT = [case for case in FEW if case.form != "rows" and (case.tokens > 1 or case.second != "shared")]
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
 def test_few_tokens_split_sums_of_large_machines(case, monkeypatch):
     """Programs that share an inner product, and one more kernel; some have none of it, or a step that is cut."""
     monkeypatch.setattr(tiles, "_SHORT", 0)
@@ -171,6 +182,13 @@ def test_a_k_that_does_not_exist_gives_nan_among_few_tokens():
     others = ~y.isnan().any(1)
     assert others.sum() == 18
     assert relative_error(y[others], inputs.expected[others]) <= TOLERANCE[y.dtype]
+
+
+@pytest.mark.parametrize("k", [-1, 4, 9])
+def test_a_k_that_does_not_exist_gives_nan_where_the_token_is_alone(k):
+    inputs = inputs_of(Case(tokens=1))
+    inputs.k[0] = k
+    assert run(inputs).isnan().all()
 
 
 @pytest.mark.parametrize("form", ["mlp", "gated"])
@@ -370,6 +388,24 @@ def test_a_gate_may_be_wide_and_split_over_its_features(tokens, heavy, kind, dty
     assert torch.equal(k, choices_of(x, weights, norm)[0])
 
 
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("span", [512, 4096])
+def test_a_split_gate_of_one_token_chooses_the_best(span, dtype, gate_dtype, monkeypatch):
+    monkeypatch.setattr(gate_spec, "_HEAVY", 0)
+    monkeypatch.setattr(gate_spec, "_SPAN_OF_ONE", span)
+    width, d_in = 45, 1030
+    weights = [torch.randn(width, d_in) * d_in**-0.5, torch.randn(width), torch.randn(5, width), torch.zeros(5)]
+    weights = [tensor.to(gate_dtype) for tensor in weights]
+    chosen = set()
+    for _ in range(6):
+        k, lost = choices_of(torch.randn(1, d_in).to(dtype), weights, None)
+        assert lost <= (1e-5 if dtype == gate_dtype == torch.float32 else 3e-2)
+        chosen.add(int(k))
+    assert len(chosen) > 1
+    assert choices_of(torch.full((1, d_in), torch.nan).to(dtype), weights, None)[0] == 4
+
+
 def choices_of(x, weights, norm: Norm | None):
     """k by the kernel, and how much less its choices are worth than the best in float64."""
     knob, k_lo, k_hi = torch.tensor(0.1), torch.tensor(0, dtype=torch.int32), torch.tensor(4, dtype=torch.int32)
@@ -380,7 +416,7 @@ def choices_of(x, weights, norm: Norm | None):
     w, b, w2, b2 = (tensor.double() for tensor in weights)
     u = utilities(F.linear(F.gelu(F.linear(z, w, b)), w2, b2), knob, torch.arange(5).double() * 0.6, "logits")
     lost = u.max(1).values - u.gather(1, k.long()[:, None])[:, 0]
-    return k, lost[x.isfinite().all(1)].max()
+    return k, lost.where(x.isfinite().all(1), 0).max()
 
 
 @pytest.mark.parametrize(("dtype", "lost"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=["fp32", "bf16"])

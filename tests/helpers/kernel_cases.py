@@ -82,6 +82,15 @@ FEW = (
         for form, second in (("mlp", "per_k"), ("mlp", "top"), ("linear", "per_k"), ("linear", "top"))
     ),
 )
+ONE = (
+    Case(k="all", learners=1, width=512, d_in=512),
+    Case(k="same", width=75, d_in=1030, d_out=130),
+    Case(k="same", form="gated", act="silu", width=137, d_in=600, bias=False),
+    Case(k="all", form="gated", residual=False),
+    Case(k="same", form="linear", act="identity", width=17, bias=False),
+    Case(k="none", d_in=75),
+)
+"""A single token: steps that are whole and cut, blocks of rows that are, too."""
 SHAPES = tuple(
     Case(learners=n, width=h, d_in=64, d_out=64, residual=False)
     for n, h in ((1, 64), (2, 96), (4, 64), (8, 24), (16, 12))

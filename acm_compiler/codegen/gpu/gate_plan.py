@@ -15,9 +15,10 @@ from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.dispatch import Histogram, Rows, slots_of
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.gate_spec import FEW, NARROWEST, Cut, GateSpec, cut_of, padded_size
+from acm_compiler.codegen.gpu.one_token import one_part_kernel
 from acm_compiler.codegen.gpu.products import operand
 from acm_compiler.codegen.gpu.spec import DTYPES
-from acm_compiler.codegen.gpu.stages import BULK_COPY_BYTES, Machine
+from acm_compiler.codegen.gpu.stages import BULK_COPY_BYTES, Machine, constants_for
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of, is_tracing
 from acm_compiler.codegen.gpu.tiles import bucket_of
 
@@ -155,8 +156,10 @@ class GatePlan:
         options = kernel_options(warps=cut.tile.warps, stages=cut.tile.stages)
         self._parts: Launcher | None = None
         if spec.is_split:
-            self._parts = Launcher(gate_part_kernel, part_constants(spec, cut, interpret=INTERPRETED), options)
-            self._columns = blocks_in(spec.width, cut.tile.n)
+            kernel = one_part_kernel if cut.tile.m == 1 else gate_part_kernel
+            constants = constants_for(kernel, part_constants(spec, cut, interpret=INTERPRETED), cut.tile)
+            self._parts = Launcher(kernel, constants, options)
+            self._columns = blocks_in(_row_of(spec), cut.tile.n)
             sums = sum_constants(spec, cut, 1 << bucket, interpret=INTERPRETED)
             self._spans, self._row, self._block = sums["SPANS"], sums["ROW"], sums["BM"]
             self._start = Launcher(gate_sum_kernel, sums, sum_options(sums))

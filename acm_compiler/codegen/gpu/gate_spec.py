@@ -19,6 +19,7 @@ _WIDEST = 256  # columns of the first product that a program takes at once
 _WIDE = 128  # of those of wider gates, and of exact ones, whose operands need registers for their parts
 _HEAVY = 1 << 18  # elements of the first weight, from which on its product is taken in parts
 _SPAN = 512  # features of a part of few tokens
+_SPAN_OF_ONE = 2048  # of one
 _LEAST_SPAN = 256  # of more
 _MOST_SPANS = 8
 
@@ -91,6 +92,9 @@ def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = Tru
     if not spec.is_split:
         bulk = bulk and not spec.norm
         return Cut(tile=_whole_tile(spec, tokens, machine, bulk=bulk), bulk=bulk, span=spec.d_in)
+    if tokens == 1:
+        step = 256 if spec.is_exact else 512
+        return Cut(tile=Tile(m=1, n=4, k=step, warps=2, stages=1, resident=1), bulk=False, span=_SPAN_OF_ONE)
     if few:
         step = (32 if spec.is_exact else 128) // (2 if spec.is_odd else 1)
         rows = min(32, padded_size(tokens))

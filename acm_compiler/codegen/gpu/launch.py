@@ -14,11 +14,13 @@ from torch import Tensor
 from acm_compiler.acm.reference import Norm, Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.dispatch import Histogram, Order, Rows, Sort
-from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel, few_sum_kernel
+from acm_compiler.codegen.gpu.few_tokens import few_sum_kernel
+from acm_compiler.codegen.gpu.one_token import layer_kernels
 from acm_compiler.codegen.gpu.products import Kept, Layer1, Layer2, by_rows, contiguous, flat
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of
 from acm_compiler.codegen.gpu.stages import (
     Machine,
+    constants_for,
     few1_constants,
     few2_constants,
     few_options,
@@ -81,7 +83,7 @@ def plan_of(spec: KernelSpec, weights: Weights, norm: Norm | None, machine: Mach
 
 
 class FewPlan:
-    """Tokens that fit one row tile, which nothing sorts."""
+    """One token, or tokens that fit one row tile: nothing sorts them."""
 
     def __init__(self, spec: KernelSpec, weights: Weights, norm: Norm | None, *, tiles: Tiles) -> None:
         w = weights
@@ -93,10 +95,12 @@ class FewPlan:
         self._top = contiguous(w.w_top)
         self._splits, columns = tiles.splits, spec.learners * spec.width
         self._programs = blocks_in(columns, tiles.layer1.n), blocks_in(spec.d_out, tiles.layer2.n) * tiles.splits
-        constants = few1_constants(spec, tiles.layer1, interpret=INTERPRETED)
-        self._start1 = Launcher(few1_kernel, constants, few_options(tiles.layer1))
+        kernel1, kernel2 = layer_kernels(tiles)
+        constants = constants_for(kernel1, few1_constants(spec, tiles.layer1, interpret=INTERPRETED), tiles.layer1)
+        self._start1 = Launcher(kernel1, constants, few_options(tiles.layer1))
         constants = few2_constants(spec, tiles.layer2, tiles.splits, interpret=INTERPRETED)
-        self._start2 = Launcher(few2_kernel, constants, few_options(tiles.layer2))
+        constants = constants_for(kernel2, constants, tiles.layer2)
+        self._start2 = Launcher(kernel2, constants, few_options(tiles.layer2))
         if tiles.splits > 1:
             constants = few_sum_constants(spec, tiles.splits)
             self._blocks = blocks_in(spec.d_out, constants["BN"])

@@ -17,7 +17,7 @@ from acm_compiler.codegen.gpu.stages import (
     Machine,
     Product,
     build_options,
-    constants_in_turns,
+    constants_for,
     layer1_constants,
     layer2_constants,
     loads_of,
@@ -82,7 +82,7 @@ class Layer1:
         kernel, constants = layer1_kernel, layer1_constants(spec, tile, loads, interpret=INTERPRETED)
         if tile.turns:
             kernel = layers_in_turns().layer1_kernel
-            constants = constants_in_turns(kernel, constants, tile)
+            constants = constants_for(kernel, constants, tile)
         options = build_options(spec, tile, loads, machine)
         self._start, self._start_keeping = (Launcher(kernel, constants, options) for _ in range(2))
 
@@ -145,7 +145,7 @@ class Layer2:
         kernel, constants = layer2_kernel, layer2_constants(spec, tile, loads, product, interpret=INTERPRETED)
         if tile.turns:
             kernel = layers_in_turns().layer2_kernel
-            constants = constants_in_turns(kernel, constants, tile)
+            constants = constants_for(kernel, constants, tile)
         self._start = Launcher(kernel, constants, build_options(spec, tile, loads, machine))
 
     def operands(self, weights: Weights) -> tuple[Any, ...]:

@@ -216,8 +216,8 @@ def layer2_constants(
     }
 
 
-def constants_in_turns(function: Any, constants: dict[str, Any], tile: Tile) -> dict[str, Any]:
-    """Constants of a kernel whose groups of warps take turns: those of the kernel that it stands for, and slots."""
+def constants_for(function: Any, constants: dict[str, Any], tile: Tile) -> dict[str, Any]:
+    """Constants of a kernel that runs in another's place, of whose constants it has some, and slots."""
     given = constants | {"SLOTS": tile.stages}
     return {name: given[name] for name in function.arg_names if name in given}
 

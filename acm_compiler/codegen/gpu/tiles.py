@@ -15,13 +15,14 @@ from acm_compiler.codegen.gpu.start import blocks_in
 
 PROCESSORS = {80: 108, 90: 132, 100: 148}
 """Multiprocessors of the largest GPU of an architecture, where the GPU is not known."""
-_LEAST_BUCKET, _MOST_BUCKET = 4, 20
+_ONE, _LEAST_BUCKET, _MOST_BUCKET = 0, 4, 20
 _UNKNOWN_BUCKET = 11  # of as many tokens as a compiler traces as free: from here on kernels take any number of them
 
 _COMPILED = (
     "compiled ahead of time for sm_{} by triton 3.8: no spills, as many CTAs per SM as r says; not timed on a device"
 )
 _IN_TURN = "the fastest of 11 kinds of kernels on an H200, torch 2.11, triton 3.6 (docs/results/h200.md)"
+_OF_ONE = "the fastest of 8 kinds of kernels for one token on an H100, torch 2.11, triton 3.6 (docs/results/h100.md)"
 _TIMED = "the fastest of 15 to 20 pairs on an H100, torch 2.11, triton 3.6 (docs/results/h100.md)"
 
 
@@ -75,7 +76,8 @@ class Row:
     size: "", or "small" and "least" for calls to which the rows before give fewer tiles, in one of the layers, than
     there are processors.
     kind: plain, gated, sliced, narrow (plain, of a width that wide tiles would round up), few or few-gated (one block
-    of tokens that need no sorting; the columns are the most, and are cut where programs would be too few).
+    of tokens that need no sorting; the columns are the most, and are cut where programs would be too few), one (a
+    single token, of learners that share one second layer).
     """
 
     arch: int
@@ -112,13 +114,16 @@ def _row(what: str, layer1: str, layer2: str, provenance: str = _COMPILED) -> Ro
             layer1=tile_of(layer1),
             layer2=tile_of(layer2),
             provenance=provenance.format(arch),
-            sorts=not words[2].startswith("few"),
+            sorts=not words[2].startswith(("few", "one")),
         ),
     )
 
 
 # of the rows of an architecture, dtype and kind, large tiles first, the first is taken that fills the machine
 TABLE = (
+    _row("sm_80 16 one <= 1", "1x4x512 w2 s1 r1", "1x4x512 w2 s1 r1", _OF_ONE),
+    _row("sm_80 tf32 one <= 1", "1x4x256 w2 s1 r1", "1x4x256 w2 s1 r1"),
+    _row("sm_80 fp32 one <= 1", "1x4x256 w2 s1 r1", "1x4x256 w2 s1 r1"),
     _row("sm_80 16 few-gated <= 16", "16x32x128 w4 s4 r1", "16x32x128 w4 s8 r1"),
     _row("sm_80 16 few <= 16", "16x32x128 w4 s7 r1", "16x32x128 w4 s8 r1"),
     _row("sm_80 16 few-gated <= 32", "32x32x128 w4 s4 r1", "32x64x128 w4 s4 r1"),
@@ -179,17 +184,18 @@ _MOST_SPLITS = 8
 def bucket_of(tokens: Any) -> int:
     """The bucket of a number of tokens, the power of two that it is rounded up to: one plan serves a bucket.
 
-    The last bucket has no end; a number that is traced as free gets one whose kernels take any number.
+    One token has a bucket of its own, 2 to 16 have the next. The last bucket has no end; a number that is traced as free
+    gets one whose kernels take any number.
     """
     if isinstance(tokens, int):
-        return min(max((tokens - 1).bit_length(), _LEAST_BUCKET), _MOST_BUCKET)
+        return min(max((tokens - 1).bit_length(), _LEAST_BUCKET), _MOST_BUCKET) if tokens > 1 else _ONE
     likely = tokens.node.hint if tokens.node.has_hint() else None
     return _UNKNOWN_BUCKET if likely is None else max(bucket_of(int(likely)), _UNKNOWN_BUCKET)
 
 
-def buckets() -> range:
+def buckets() -> tuple[int, ...]:
     """All buckets."""
-    return range(_LEAST_BUCKET, _MOST_BUCKET + 1)
+    return (_ONE, *range(_LEAST_BUCKET, _MOST_BUCKET + 1))
 
 
 @lru_cache(maxsize=4096)
@@ -208,13 +214,13 @@ def choose_tiles(
     if kind == "plain" and spec.width < _NARROW and spec.width % 128 != 0:
         kinds.add("narrow")
     if spec.second != "none":
-        kinds |= {"few", f"few-{kind}"}
+        kinds |= {"few", f"few-{kind}"} | ({"one"} if spec.second == "shared" else set())
     rows = [row for row in TABLE if row.arch <= arch and row.dtype == dtype and row.kind in kinds]
     rows = [row for row in rows if row.tokens is None or tokens <= row.tokens]
     if not (turns and takes_turns(spec)):
         rows = [row for row in rows if not row.tiles.layer1.turns]
     if not rows[0].tiles.sorts:
-        return _cut(spec, rows[0].tiles, processors)
+        return rows[0].tiles if rows[0].kind == "one" else _cut(spec, rows[0].tiles, processors)
     first = rows[0]
     group = [row.tiles for row in rows if (row.arch, row.kind) == (first.arch, first.kind)]
     return next((tiles for tiles in group if _fewest(spec, tiles, tokens) >= processors), group[-1])

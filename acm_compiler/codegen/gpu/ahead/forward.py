@@ -18,7 +18,7 @@ from acm_compiler.codegen.gpu.dispatch import (
     slots_of,
     sort_copies,
 )
-from acm_compiler.codegen.gpu.few_tokens import few1_kernel, few2_kernel, few_sum_kernel
+from acm_compiler.codegen.gpu.few_tokens import few2_kernel, few_sum_kernel
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.gate_plan import (
     gate_constants,
@@ -28,13 +28,14 @@ from acm_compiler.codegen.gpu.gate_plan import (
 )
 from acm_compiler.codegen.gpu.gate_spec import GateSpec, cut_of
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel
+from acm_compiler.codegen.gpu.one_token import layer_kernels, one2_kernel, one_part_kernel
 from acm_compiler.codegen.gpu.products import layers_in_turns
 from acm_compiler.codegen.gpu.spec import DTYPES, KernelSpec
 from acm_compiler.codegen.gpu.stages import (
     Machine,
     Product,
     build_options,
-    constants_in_turns,
+    constants_for,
     few1_constants,
     few2_constants,
     few_options,
@@ -89,7 +90,7 @@ def layer1_built(
     made: Any = layer1_kernel, layer1_constants(spec, tile, loads, interpret=False)
     if tile.turns:
         kernel = layers_in_turns().layer1_kernel
-        made = kernel, constants_in_turns(kernel, made[1], tile)
+        made = kernel, constants_for(kernel, made[1], tile)
     weights = loads.w_desc and loads.block_of_weights(tile)
     blocks: dict[str, Block] = {"x": loads.a_desc and (tile.m, tile.k), "w_in": weights, "w_up": weights}
     options = build_options(spec, tile, loads, machine)
@@ -105,7 +106,7 @@ def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Produc
     made: Any = layer2_kernel, layer2_constants(spec, tile, loads, product, interpret=False)
     if tile.turns:
         kernel = layers_in_turns().layer2_kernel
-        made = kernel, constants_in_turns(kernel, made[1], tile)
+        made = kernel, constants_for(kernel, made[1], tile)
     made = made[0], made[1] | absent
     blocks = {"a": loads.a_desc and (tile.m, tile.k), "w": loads.w_desc and loads.block_of_weights(tile)}
     options, name = build_options(spec, tile, loads, machine), f"layer2 {product.weight}"
@@ -114,11 +115,15 @@ def layer2_built(spec: KernelSpec, machine: Machine, tile: Tile, product: Produc
 
 def _few_kernels(spec: KernelSpec, tiles: Tiles) -> list[Kernel]:
     one, two, splits = tiles.layer1, tiles.layer2, tiles.splits
-    made = few1_kernel, few1_constants(spec, one, interpret=False)
-    kernels = [product_built("few1", *made, spec=spec, tile=one, options=few_options(one), blocks={})]
-    made = few2_kernel, few2_constants(spec, two, splits, interpret=False)
+    kernel1, kernel2 = layer_kernels(tiles)
+    name = "one" if one.m == 1 else "few"
+    made = kernel1, constants_for(kernel1, few1_constants(spec, one, interpret=False), one)
+    kernels = [product_built(f"{name}1", *made, spec=spec, tile=one, options=few_options(one), blocks={})]
+    made = kernel2, constants_for(kernel2, few2_constants(spec, two, splits, interpret=False), two)
     types = {} if splits == 1 else {"y": "*fp32"}
-    kernels.append(product_built("few2", *made, spec=spec, tile=two, options=few_options(two), blocks={}, types=types))
+    kernels.append(
+        product_built(f"{name}2", *made, spec=spec, tile=two, options=few_options(two), blocks={}, types=types)
+    )
     if splits > 1:
         constants, absent = few_sum_constants(spec, splits), {} if spec.residual else {"residual": None}
         facts: Any = {"constants": constants | absent, "options": few_sum_options(), "operands": {"parts": "*fp32"}}
@@ -142,7 +147,7 @@ def product_built(
     blocks: rows and columns of operands read by descriptors, or False. types: of operands not of the spec's.
     """
     gated = spec.form == "gated"
-    top = {"x": spec.second == "top", "w_top": spec.second == "top"} if function is few2_kernel else {}
+    top = {"x": spec.second == "top", "w_top": spec.second == "top"} if function in (few2_kernel, one2_kernel) else {}
     here = top | {"b_in": spec.bias_in, "w_up": gated, "b_up": gated and spec.bias_in}
     here["residual"] = constants.get("RESIDUAL", True)
     absent = {operand: None for operand in function.arg_names if not here.get(operand, True)}
@@ -192,11 +197,13 @@ def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
     if not spec.is_split:
         whole = gate_constants(spec, cut, interpret=False)
         return [_gate_kernel("gate norm" if spec.norm else "gate", gate_kernel, whole, options, spec)]
-    parts, sums = part_constants(spec, cut, interpret=False), sum_constants(spec, cut, tokens, interpret=False)
+    kernel = one_part_kernel if cut.tile.m == 1 else gate_part_kernel
+    parts = constants_for(kernel, part_constants(spec, cut, interpret=False), cut.tile)
+    sums = sum_constants(spec, cut, tokens, interpret=False)
     norm = [_rows_kernel(spec, in_order=False)] if spec.norm else []
     return [
         *norm,
-        _gate_kernel("gate parts", gate_part_kernel, parts, options, spec),
+        _gate_kernel("gate parts", kernel, parts, options, spec),
         _gate_kernel("gate sum", gate_sum_kernel, sums, sum_options(sums), spec),
     ]
 

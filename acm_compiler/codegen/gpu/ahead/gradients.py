@@ -47,7 +47,7 @@ from acm_compiler.codegen.gpu.spec import KernelSpec
 from acm_compiler.codegen.gpu.stages import (
     Machine,
     build_options,
-    constants_in_turns,
+    constants_for,
     machine_of_arch,
     permutes_rows,
 )
@@ -155,7 +155,7 @@ def _weights(spec: KernelSpec, machine: Machine, wide: int, *, split: int, turne
     if tile.turns:
         from acm_compiler.codegen.gpu.turns.gradients import weights_kernel as function
 
-        constants = constants_in_turns(function, constants, tile)
+        constants = constants_for(function, constants, tile)
     types = {"parts": "*{dtype}" if split == 1 else "*fp32", "WIDE": "i32"}
     if loads.a_desc:
         sides = zip(("a", "b") if tile.turns else ("left", "right"), (tile.m, tile.n), strict=True)

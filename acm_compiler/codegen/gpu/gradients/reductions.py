@@ -24,7 +24,7 @@ from acm_compiler.codegen.gpu.gradients.stages import (
     weights_tile,
 )
 from acm_compiler.codegen.gpu.spec import KernelSpec
-from acm_compiler.codegen.gpu.stages import Machine, build_options, constants_in_turns
+from acm_compiler.codegen.gpu.stages import Machine, build_options, constants_for
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, blocks_of
 
 
@@ -62,7 +62,7 @@ class Products:
         if tile.turns:
             from acm_compiler.codegen.gpu.turns.gradients import weights_kernel as kernel
 
-            constants = constants_in_turns(kernel, constants, tile)
+            constants = constants_for(kernel, constants, tile)
         self._start = Launcher(kernel, constants, build_options(spec, tile, loads, machine))
         self._total = Total(split, m * wide) if split > 1 else None
 

@@ -24,7 +24,7 @@ VIT = {"image_size": 224, "patch_size": 16, "num_heads": 12, "hidden_dim": 768, 
 TINY_VIT = {"image_size": 32, "patch_size": 8, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
 VOCABULARY = 2000
 CALIBRATED_LAYERS = 1
-WHOLE = {"ViT-B": (128, 1), "Llama-8B, 4 layers": (2048, 1)}  # images, tokens
+WHOLE = {"ViT-B": (128, 1), "Llama-8B, 4 layers": (1, 2048)}  # images, tokens
 MODES = ("reduce-overhead", "compiled", "eager")
 KS = (None, 2, 1, 4)
 MOST_KERNELS = 15  # that are named
@@ -84,6 +84,7 @@ def whole(device: Device, name: str) -> Iterator[Row]:
     """A model's forward by CUDA graphs, compiled, and in eager mode, with free gates and at every k; kernels of one."""
     for batch in WHOLE[name][: None if device.is_cuda else 1]:
         dense, converted, inputs = made(name, device, batch)
+        acm.set_k(converted, None)
         with torch.no_grad(), acm.record(converted) as usage:
             converted(*inputs)
         for mode in MODES:

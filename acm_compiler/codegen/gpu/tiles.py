@@ -184,8 +184,8 @@ _MOST_SPLITS = 8
 def bucket_of(tokens: Any) -> int:
     """The bucket of a number of tokens, the power of two that it is rounded up to: one plan serves a bucket.
 
-    One token has a bucket of its own, 2 to 16 have the next. The last bucket has no end; a number that is traced as free
-    gets one whose kernels take any number.
+    One token has a bucket of its own, 2 to 16 have the next. The last has no end; a number that is traced as free gets
+    a bucket whose kernels take any number.
     """
     if isinstance(tokens, int):
         return min(max((tokens - 1).bit_length(), _LEAST_BUCKET), _MOST_BUCKET) if tokens > 1 else _ONE

@@ -279,7 +279,7 @@ def require_no_spills(gates, arch: int) -> int:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_gates_that_once_spilled_are_built_without_spills(arch):
     mixed, turned, exact = (GATE_TYPES[name] for name in ("mixed", "turned", "fp32"))
-    hard = ((256, mixed, 32, 768), (256, turned, 1, 768), (432, exact, 1, 768), (432, ("bf16", "bf16"), 32, 777))
+    hard = ((432, mixed, 32, 768), (256, turned, 1, 768), (432, exact, 1, 768), (432, ("bf16", "bf16"), 32, 777))
     for width, (dtype, gate_dtype), tokens, d_in in hard:
         spec = replace(GATE, width=width, dtype=dtype, gate_dtype=gate_dtype, d_in=d_in)
         assert require_no_spills([(spec, tokens)], arch) == (1 if width == 256 else 2)

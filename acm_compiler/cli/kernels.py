@@ -30,7 +30,6 @@ def kernels(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per call, which choose the tiles.")] = 25216,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or tf32 for rounded fp32 products.")] = "bf16",
     arch: Annotated[list[int] | None, typer.Option(min=80, metavar="SM", help="80, 90, ...; repeatable.")] = None,
-    norm: Annotated[bool, typer.Option("--norm", help="As where the LayerNorm in front is folded in.")] = False,
     build: Annotated[bool, typer.Option("--build", help="Compile them, no GPU needed, and read the binaries.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -51,7 +50,7 @@ def kernels(
     if importlib.util.find_spec("triton") is None:
         raise PackageMissing("Triton is not installed, which the kernels are written in", fix="pip install triton")
     rows = []
-    for (spec, gate), count in _specs(what, dtype, norm=norm).items():
+    for (spec, gate), count in _specs(what, dtype).items():
         for one in arch or _ARCHITECTURES:
             provenance = choose_tiles(spec, one, tokens).provenance
             for kernel, operands in _kernels(spec, gate, one, tokens):
@@ -77,13 +76,13 @@ def _show_table(out: Output) -> None:
     out.document({"table": rows})
 
 
-def _specs(what: Path, dtype: str, *, norm: bool) -> Counter[tuple[KernelSpec, GateSpec]]:
+def _specs(what: Path, dtype: str) -> Counter[tuple[KernelSpec, GateSpec]]:
     """The specs of a model's sites and their gates, and how many sites have each."""
     from acm_compiler.codegen.gpu.gate_spec import gate_spec_of_site
     from acm_compiler.codegen.gpu.spec import spec_of_site
 
     sites = _plan(what).sites
-    return Counter((spec_of_site(site, dtype, norm=norm), gate_spec_of_site(site, dtype, norm=norm)) for site in sites)
+    return Counter((spec_of_site(site, dtype), gate_spec_of_site(site, dtype)) for site in sites)
 
 
 def _plan(what: Path) -> Plan:

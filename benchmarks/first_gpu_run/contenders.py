@@ -149,7 +149,7 @@ def _histogram_of(k: Tensor, like: Histogram | None) -> Histogram | None:
 
 def learners_plan(site: Site) -> Plan:
     """The plan of the learners alone."""
-    return plan_of(spec_of(site.x, site.weights, None), site.weights, None, site.machine, len(site.x))
+    return plan_of(spec_of(site.x, site.weights, None), site.weights, site.machine, len(site.x))
 
 
 def learners_call(site: Site, k: Tensor, tiles: Tiles | None = None) -> Callable[[], Tensor]:
@@ -157,7 +157,7 @@ def learners_call(site: Site, k: Tensor, tiles: Tiles | None = None) -> Callable
     plan: Plan = learners_plan(site)
     if tiles is not None:
         spec, bucket = spec_of(site.x, site.weights, None), bucket_of(len(site.x))
-        plan = SortedPlan(spec, site.weights, None, machine=site.machine, tiles=tiles, bucket=bucket)
+        plan = SortedPlan(spec, site.weights, machine=site.machine, tiles=tiles, bucket=bucket)
     return lambda: plan(site.x, k, None)
 
 

@@ -16,7 +16,7 @@ from acm_compiler.acm import ACM, context
 from acm_compiler.acm.arguments import GateArguments
 from acm_compiler.acm.learners import Gate, Learners
 from acm_compiler.acm.ops import cast_weights
-from acm_compiler.acm.reference import Norm, normalised, run_learners, utilities
+from acm_compiler.acm.reference import run_learners, utilities
 from acm_compiler.codegen.compare import TOLERANCE, relative_errors
 from acm_compiler.codegen.gpu.gate_plan import run_gate
 from acm_compiler.codegen.gpu.launch import run
@@ -81,25 +81,23 @@ def not_a_number(device: Device) -> Iterator[Row]:
 
 
 def gates(device: Device) -> Iterator[Row]:
-    """Gates of every width, of few tokens and of many, bare and behind a norm: what their choices lose in float64."""
+    """Gates of every width, of few tokens and of many: what their choices lose in float64."""
     sizes, counts = ((432, 4096), (64, 768), (1000, 2048)), (1, 64, 3000)
     if not device.is_cuda:
         sizes, counts = ((270, 1030), (20, 70)), (1, 70)
-    for (width, d), tokens, kind in product(sizes, counts, ("rms", "", "layer")):
+    for (width, d), tokens in product(sizes, counts):
         draw = [torch.randn(size, device=device.kind) for size in ((tokens, d), (width, d), (width,), (5, width), (5,))]
         x, *weights = ((tensor / tensor.shape[-1] ** 0.5).bfloat16() for tensor in draw)
-        norm = Norm(weight=torch.rand_like(x[0]) + 0.5, bias=None, eps=1e-5, centred=kind == "layer") if kind else None
         knob, bounds = (
             torch.tensor(0.1, device=device.kind),
             (torch.tensor(k, device=device.kind).int() for k in (0, 4)),
         )
-        k = run_gate(GateArguments(x, *weights, knob, *bounds), **CHOOSING, machine=device.machine, norm=norm)
-        z = x.double() if norm is None else normalised(x, norm).double()
+        k = run_gate(GateArguments(x, *weights, knob, *bounds), **CHOOSING, machine=device.machine)
         w, b, w2, b2 = (tensor.double() for tensor in weights)
         price = CHOOSING["cost"] * torch.arange(5, device=device.kind)
-        u = utilities(F.linear(F.gelu(F.linear(z, w, b)), w2, b2), knob, price, CHOOSING["rule"])
+        u = utilities(F.linear(F.gelu(F.linear(x.double(), w, b)), w2, b2), knob, price, CHOOSING["rule"])
         lost = float((u.max(1).values - u.gather(1, k.long()[:, None])[:, 0]).max())
-        yield {"width": width, "tokens": tokens, "norm": kind, "lost": lost, "fine": lost <= 3e-2}
+        yield {"width": width, "tokens": tokens, "lost": lost, "fine": lost <= 3e-2}
 
 
 def one_k(device: Device) -> Iterator[Row]:

@@ -80,7 +80,7 @@ def _kept(inputs: Inputs, machine: Machine) -> dict[str, Any]:
     spec, tokens = spec_of(inputs.x, inputs.weights, None), len(inputs.x)
     tiles = choose_tiles(spec, machine.arch, max(tokens, SORTED), machine.processors, turns=machine.turns)
     facts = {"machine": machine, "tiles": tiles, "bucket": bucket_of(tokens)}
-    plan = SortedPlan(spec, inputs.weights, None, **facts)
+    plan = SortedPlan(spec, inputs.weights, **facts)
     order = plan.order(inputs.k, None, inputs.x)
     _, kept = plan.keeping(inputs.x, inputs.k, order)
     return {"order": order, "kept": kept}

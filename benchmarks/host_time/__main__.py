@@ -112,7 +112,7 @@ def main() -> None:
                 run(list(given))
                 launches = stub.stub_launches() - before
                 spent = per_call_us(lambda run=run, given=given: run(list(given)))
-            rows.append(["Inductor: norm, gate, learners, residual", tokens, launches, spent])
+            rows.append(["Inductor: gate, learners, residual", tokens, launches, spent])
     print(tabulate.tabulate(rows, ["ACM", "tokens", "launches", "us"], floatfmt=".0f"))
 
 

@@ -27,11 +27,11 @@ _FACTS = {"multi_processor_count": 132, "major": 9, "minor": 0, "warp_size": 32}
 
 
 def gated_call(acm: ACM, x_TD: Tensor) -> tuple[GatedArguments, dict[str, Any]]:
-    """The operator's call that a compiled pre-norm block makes: norm, gate, learners and residual in one."""
-    weights, affine = acm.learners.weights(), [torch.ones(acm.d_in, dtype=x_TD.dtype) for _ in range(2)]
+    """The operator's call that a compiled pre-norm block makes: gate, learners and residual in one."""
+    weights = acm.learners.weights()
     scalars, residual = (acm.knob, acm.k_lo, acm.k_hi), torch.zeros(len(x_TD), weights.b_out.shape[1], dtype=x_TD.dtype)
-    call = GatedArguments(x_TD, *acm.gate.weights(), *scalars, *weights.tensors, residual, *affine)
-    options = {"cost": acm.cost, "k_min": acm.k_min, "rule": acm.gate.rule, "norm_eps": 1e-5}
+    call = GatedArguments(x_TD, *acm.gate.weights(), *scalars, *weights.tensors, residual)
+    options = {"cost": acm.cost, "k_min": acm.k_min, "rule": acm.gate.rule}
     return call, options | {"form": weights.form, "act": weights.act}
 
 

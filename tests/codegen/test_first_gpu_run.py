@@ -155,8 +155,8 @@ def test_a_dry_run_of_small_calls_is_correct(tmp_path, monkeypatch, capfd):
     """Its times need a GPU; that everybody computes the same does not."""
     assert run(monkeypatch, "correctness", "--dry", "--parts", "gates", "one_k", "answers", "--out", tmp_path) == 0
     rows = rows_of(tmp_path / "correctness.jsonl")
-    of_gates = [row for row in rows if row.get("part") == "gates" and "norm" in row]
-    assert {(row["norm"], row["tokens"]) for row in of_gates} == set(product(("rms", "layer", ""), (1, 70)))
+    of_gates = [row for row in rows if row.get("part") == "gates" and "lost" in row]
+    assert {(row["width"], row["tokens"]) for row in of_gates} == set(product((270, 20), (1, 70)))
     assert {(row["form"], row["k"]) for row in rows if "graphs" in row} == set(product(("mlp", "gated"), range(5)))
     assert {row.get("contender") for row in rows} >= {"ours", "ours, no gate", "grouped_mm"}
     assert not faults_of(rows[:-1]) and "nothing wrong" in capfd.readouterr().out

@@ -149,27 +149,23 @@ def test_the_gate_chooses_as_the_reference_but_for_near_ties():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [20, 3000])
-@pytest.mark.parametrize("mean", [2.0, 100.0])
-def test_a_folded_norm_is_right(mean, tokens, dtype, monkeypatch):
+def test_gate_and_learners_in_one_call_are_right(tokens, dtype, monkeypatch):
+    """Bare, where the first call leaves its plans to the others, and behind a norm, which then runs apart."""
     inputs = inputs_of(replace(VIT, tokens=tokens, dtype=DTYPES[dtype]), "cuda")
-    x = (torch.randn(tokens, 768, device="cuda") + mean).to(inputs.x.dtype)
+    x, w = inputs.x, inputs.weights
     shapes = ((64, 768), (64,), (5, 64), (5,), (768,), (768,))
     *gate, weight, bias = ((torch.randn(s, device="cuda") * s[-1] ** -0.5).to(x.dtype) for s in shapes)
-    weights = to(to(inputs.weights, "cpu"), torch.float64)
+    weights, options = to(to(w, "cpu"), torch.float64), {"cost": 0.6, "k_min": 0, "rule": "logits"}
     z = F.layer_norm(x.double(), (768,), weight.double(), bias.double(), 1e-5).cpu()
     poison_memory(monkeypatch)
     for k in (0, 3, 4):
         bounds = [torch.tensor(k, dtype=torch.int32, device="cuda")] * 2
-        y = gated(inputs, x, (*gate, torch.tensor(-0.5, device="cuda"), *bounds), weight, bias)
-        exact = run_learners(z, torch.full((tokens,), k), weights) + inputs.residual.double().cpu()
-        assert relative_error(y.cpu(), exact) <= TOLERANCE[x.dtype]
-
-
-def gated(inputs, x, gate, weight, bias):
-    """The operator that is norm, gate and learners."""
-    w = inputs.weights
-    options = {"cost": 0.6, "k_min": 0, "rule": "logits", "form": w.form, "act": w.act, "norm_eps": 1e-5}
-    return GATED(x, *gate, *w.tensors, inputs.residual, weight, bias, **options)
+        call = (x, *gate, torch.tensor(-0.5, device="cuda"), *bounds, *w.tensors, inputs.residual)
+        bare = GATED(*call, form=w.form, act=w.act, **options)
+        normed = GATED(*call, weight, bias, form=w.form, act=w.act, norm_eps=1e-5, **options)
+        for y, rows in ((bare, x.double().cpu()), (normed, z)):
+            exact = run_learners(rows, torch.full((tokens,), k), weights) + inputs.residual.double().cpu()
+            assert relative_error(y.cpu(), exact) <= TOLERANCE[x.dtype]
 
 
 @pytest.mark.filterwarnings("ignore")

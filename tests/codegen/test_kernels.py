@@ -19,7 +19,6 @@ from triton.runtime.errors import OutOfResources
 from typer.testing import CliRunner
 
 from acm_compiler.acm import ops
-from acm_compiler.acm.gated_learners import run_apart
 from acm_compiler.acm.reference import choose_k
 from acm_compiler.backend import choose_implementation
 from acm_compiler.cli import app
@@ -47,7 +46,7 @@ from acm_compiler.passes.lower.verify import Call, GateCall
 from acm_compiler.site import ACTIVATIONS
 from tests.helpers import ROOT, ttir
 from tests.helpers.build import plan_of, planned_site, sliced_site
-from tests.helpers.sanitizer_cases import gate_call, gated_call, learners_call
+from tests.helpers.sanitizer_cases import gate_call, learners_call
 
 TOKENS = 128 * 197
 VIT = KernelSpec(
@@ -62,7 +61,6 @@ VIT = KernelSpec(
     bias_in=True,
     second="shared",
     residual=True,
-    norm=False,
     tf32=False,
 )
 PROJECTION = replace(VIT, form="linear", act="identity", width=96, bias_in=False)
@@ -190,7 +188,7 @@ def test_a_k_that_does_not_exist_is_caught_on_the_device():
     assert "__assertfail" in build(count, "bf16", 90).ptx
 
 
-GATE = GateSpec(d_in=768, width=64, columns=5, k_min=0, rule="damage", dtype="bf16", gate_dtype="bf16", norm=False)
+GATE = GateSpec(d_in=768, width=64, columns=5, k_min=0, rule="damage", dtype="bf16", gate_dtype="bf16")
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -216,42 +214,13 @@ def test_the_compiled_choice_of_a_gate_is_legal_whatever_its_utilities_are(fold)
         assert k.tolist() == choose_k(torch.from_numpy(rows)[:, :5], *bounds, 1).tolist()
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_a_folded_norm_is_built_as_designed(arch):
-    gate = build(gate_kernels_of(replace(GATE, norm=True), arch, TOKENS)[0], "bf16", arch)
-    assert gate.spills == 0 and gate.resident >= 4
-    # a normalised block comes from registers, which wgmma must not read with old versions of ptxas
-    assert gate.instructions["HMMA"] and not gate.instructions["HGMMA"] and gate.instructions["LDGSTS"]
-    kernels = {kernel.name: kernel for kernel in kernels_of(replace(VIT, norm=True), arch, TOKENS, turns=False)}
-    assert list(kernels) == ["count", "place", "permute norm", "layer1", "layer2 w_out"]
-    rows, layer1 = (build(kernels[name], "bf16", arch) for name in ("permute norm", "layer1"))
-    assert rows.spills == layer1.spills == 0 and rows.resident >= 8 and layer1.resident >= 2
-    assert arch == 80 or (layer1.instructions["UTMALDG"] and not layer1.instructions["LDGSTS"])
-    rms = gate_kernels_of(replace(GATE, norm=True, centred=False), arch, TOKENS)
-    rms += [
-        kernel
-        for kernel in kernels_of(replace(VIT, norm=True, centred=False), arch, TOKENS, turns=False)
-        if "norm" in kernel.name
-    ]
-    assert [build(kernel, "bf16", arch).spills for kernel in rms] == [0, 0]
-    few = kernels_of(replace(VIT, norm=True), arch, 20)
-    assert [kernel.name for kernel in few] == ["norm", "few1", "few2", "few sum"] and build(
-        few[0], "bf16", arch
-    ).spills == 0
-
-
-def test_rows_of_slices_of_the_input_are_normalised_in_the_order_of_tokens():
-    for spec, name in ((COLS, "norm"), (ROWS, "permute norm"), (replace(VIT, d_in=771), "permute norm")):
-        for arch in (80, 90):
-            assert name in {kernel.name for kernel in kernels_of(replace(spec, norm=True), arch, TOKENS)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("d_in", [64, 1024, 4096, 8192, 16384])
-def test_norms_of_every_width_are_built_without_spills(d_in):
-    spec = replace(VIT, norm=True, d_in=d_in)
-    rows = next(kernel for kernel in kernels_of(spec, 90, TOKENS, turns=False) if kernel.name == "permute norm")
-    assert build(rows, "bf16", 90).spills == 0
+def test_copies_of_rows_of_every_width_are_built_without_spills(d_in):
+    """Calls of more tokens than a sort copies rows of."""
+    kernels = kernels_of(replace(VIT, d_in=d_in), 90, 1 << 17)
+    assert [kernel.name for kernel in kernels] == ["count", "place", "permute", "layer1", "layer2 w_out"]
+    assert build(kernels[2], "bf16", 90).spills == 0
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -266,8 +235,6 @@ def test_the_wide_gates_of_a_llama_are_built_as_designed(arch):
         bulk = arch == 90 and tokens > 64
         assert bool(product.instructions["HGMMA"]) == bool(product.instructions["UTMALDG"]) == bulk
         assert bool(product.instructions["LDGSTS"]) == (not bulk and tokens > 1)
-    norm = gate_kernels_of(replace(llama, norm=True), arch, 8192)
-    assert [kernel.name for kernel in norm] == ["norm", "gate parts", "gate sum"]
     assert gate_kernels_of(GATE, arch, 1)[0].name == "gate"  # a small gate is one launch
 
 
@@ -287,12 +254,11 @@ GATE_TYPES = {"bf16": ("bf16", "bf16"), "mixed": ("bf16", "fp32"), "turned": ("f
 
 
 def gates_of(types: str, sizes, counts) -> list[tuple[GateSpec, int]]:
-    """Gates of every size with how many tokens they serve: bare and behind either norm, of 2 and of 16 learners."""
+    """Gates of every size with how many tokens they serve, of 2 and of 16 learners."""
     dtype, gate_dtype = GATE_TYPES[types]
-    kinds = {"columns": 17}, {"norm": True, "columns": 17}, {"norm": True, "centred": False, "columns": 3}
     return [
-        (replace(GATE, dtype=dtype, gate_dtype=gate_dtype, width=width, d_in=d_in, **kind), tokens)
-        for (width, d_in), kind, tokens in itertools.product(sizes, kinds, counts)
+        (replace(GATE, dtype=dtype, gate_dtype=gate_dtype, width=width, d_in=d_in, columns=columns), tokens)
+        for (width, d_in), columns, tokens in itertools.product(sizes, (17, 3), counts)
     ]
 
 
@@ -316,11 +282,10 @@ def require_no_spills(gates, arch: int) -> int:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_gates_that_once_spilled_are_built_without_spills(arch):
     mixed, turned, exact = (GATE_TYPES[name] for name in ("mixed", "turned", "fp32"))
-    hard = ((256, mixed, 32, {"norm": True}), (256, turned, 1, {}), (432, exact, 1, {}))
-    odd = (432, ("bf16", "bf16"), 32, {"norm": True, "d_in": 777})
-    for width, (dtype, gate_dtype), tokens, rest in (*hard, odd):
-        spec = replace(GATE, width=width, dtype=dtype, gate_dtype=gate_dtype, **rest)
-        assert require_no_spills([(spec, tokens)], arch) == (1 if width == 256 else 3 if spec.norm else 2)
+    hard = ((432, mixed, 32, 768), (256, turned, 1, 768), (432, exact, 1, 768), (432, ("bf16", "bf16"), 32, 777))
+    for width, (dtype, gate_dtype), tokens, d_in in hard:
+        spec = replace(GATE, width=width, dtype=dtype, gate_dtype=gate_dtype, d_in=d_in)
+        assert require_no_spills([(spec, tokens)], arch) == (1 if width == 256 else 2)
 
 
 @pytest.mark.slow
@@ -481,8 +446,6 @@ def test_acmc_kernels_shows_tiles_and_what_was_built(tmp_path):
     assert refused.exit_code == 2 and "'--arch': found '12', expected at least 80" in refused.stderr
     listed = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "90"])
     assert listed.exit_code == 0 and "not built" in listed.stdout and "2 x mlp 8 -> 4 x 8" in listed.stdout
-    folded = CliRunner().invoke(app, ["kernels", str(plan), "--arch", "90", "--norm"])
-    assert folded.exit_code == 0 and "fused with norm" in folded.stdout and "gate norm" in folded.stdout
     assert CliRunner().invoke(app, ["kernels", str(plan), "--dtype", "bf61"]).exit_code == 2
     missing = CliRunner().invoke(app, ["kernels", str(tmp_path / "none.json")])
     assert missing.exit_code == 2 and "acmc plan" in missing.stderr
@@ -539,8 +502,6 @@ def test_kernels_that_cannot_be_built_make_room_for_the_reference_and_say_why(er
     assert not_covered(shape=(1, 2, 3), **facts) is None
     gate, choices = gate_call()
     assert torch.equal(operators.gate(*gate, **choices), ops.GATE_REFERENCE(*gate, **choices))
-    whole, options = gated_call("mlp")
-    torch.testing.assert_close(operators.gated_learners(*whole, **options), run_apart(*whole, **options))
     error = RuntimeError("an illegal memory access")  # no matter of building
     with pytest.raises(RuntimeError, match="illegal memory access"):
         operators.learners(*learners_call("gated")[0], **learners_call("gated")[1])

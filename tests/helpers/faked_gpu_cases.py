@@ -10,6 +10,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.gradients import sorted_tokens
 from acm_compiler.acm.reference import prefix_output
 from acm_compiler.codegen import gpu
@@ -18,6 +19,7 @@ from acm_compiler.codegen.gpu.calls import kept, sites, traced
 from acm_compiler.codegen.gpu.calls.warm import warm_up
 from acm_compiler.codegen.gpu.stages import puts_fences
 from acm_compiler.codegen.gpu.tiles import buckets
+from acm_compiler.errors import UsageError
 from benchmarks.host_time.__main__ import mlp
 from benchmarks.host_time.driver import faked_gpu
 from benchmarks.host_time.graph import gated_call, inductors_code, loaded, traced_graph, traced_step
@@ -65,6 +67,17 @@ def test_kept_plans_start_what_operators_start_and_sort_by_the_gates_histogram(s
         x = rows(tokens)
         assert [launches(stub, lambda x=x: small(x)) for _ in range(4)] == [apart] * 2 + [together] * 2
         assert small(x.view(tokens, 1, D)).shape == (tokens, 1, D)
+
+
+def test_gate_and_learners_in_one_operator_start_what_kept_plans_start_but_behind_a_norm(stub, small):
+    copies = not puts_fences()
+    for tokens, apart, together in ((5, 3, 3), (200, 5 + copies, 4 + copies)):
+        call, options = gated_call(small, rows(tokens))
+        assert [launches(stub, lambda c=call, o=options: GATED(*c, **o)) for _ in range(3)] == [apart, *[together] * 2]
+        normed = options | {"norm_eps": 1e-5}
+        assert [launches(stub, lambda c=call, o=normed: GATED(*c, **o)) for _ in range(3)] == [apart] * 3
+        with pytest.raises(UsageError, match="norm_bias"):  # which no norm reads
+            GATED(*call._replace(norm_bias=torch.zeros(D, dtype=torch.bfloat16)), **options)
 
 
 def test_a_whole_acm_takes_the_usual_way_where_anything_has_a_say(small):
@@ -145,11 +158,11 @@ def test_plans_go_when_their_weights_go(stub):
     for _ in range(3):
         acm(rows(7))
     numbers = {id(acm.learners.w_in), id(acm.gate.inner.weight)}
-    assert numbers <= {place[0] for place in kept._KEPT} and id(acm) in sites._SITES
+    assert numbers <= set(kept._KEPT) and id(acm) in sites._SITES
     place = id(acm)
     del acm
     gc.collect()
-    assert place not in sites._SITES and not numbers & {place[0] for place in kept._KEPT}
+    assert place not in sites._SITES and not numbers & set(kept._KEPT)
 
 
 def test_copies_of_weights_are_not_kept(small):
@@ -157,7 +170,7 @@ def test_copies_of_weights_are_not_kept(small):
     small.learners.w_in.data = wide
     for _ in range(3):
         small(rows(7))
-    assert kept._KEPT.get((id(small.learners.w_in), 11)) is None
+    assert kept._KEPT.get(id(small.learners.w_in)) is None
 
 
 @pytest.mark.slow
@@ -180,16 +193,19 @@ def test_a_graph_holds_launches_which_write_their_results_alone(small, is_free):
     assert "torch.ops.acm" not in graph.code
     written = [node.kwargs["tensors_to_clone"] for node in nodes]
     gate = ["k_out", "histogram"]  # which the sort then reads
+    copies = [] if puts_fences() else [["rows_out"]]  # rows in sorted order
     # torch takes the counts for written, too: places of results follow from them
-    assert written == [gate, ["perm", "counts"], ["rows_out"], ["h", "counts"], ["y", "counts"]]
+    assert written == [gate, ["perm", "counts"], *copies, ["h", "counts"], ["y", "counts"]]
     assert not environment.guards  # one graph for any number of tokens
     blocks = nodes[-1].kwargs["tma_descriptor_metadata"]
     assert set(blocks) == {"a", "w"} and all(kind == "stable" for kind, _ in blocks.values())
 
 
-def test_a_graph_without_gate_or_with_few_tokens_holds_launches_too(small):
+def test_a_graph_of_few_tokens_holds_launches_and_one_with_a_norm_the_operator(small):
     call, options = gated_call(small, rows(9))
-    graph, _ = traced_graph(call._replace(norm_weight=None, norm_bias=None), options | {"norm_eps": None})
+    graph, _ = traced_graph(call, options | {"norm_eps": 1e-5})
+    assert "torch.ops.acm.gated_learners" in graph.code and "triton" not in graph.code
+    graph, _ = traced_graph(call, options)
     names = [node.kwargs["tensors_to_clone"] for node in graph.graph.nodes if "tensors_to_clone" in node.kwargs]
     assert names == [["k_out"], ["h"], ["y"]]
 
@@ -264,7 +280,7 @@ def test_inductor_starts_the_kernels_itself(stub, small):
     assert started == [
         "gate_kernel",
         "place_kernel",
-        "permute_kernel",
+        *([] if puts_fences() else ["permute_kernel"]),
         "layer1_kernel",
         "layer2_kernel",
     ]
@@ -272,7 +288,7 @@ def test_inductor_starts_the_kernels_itself(stub, small):
     assert "clone" not in code and "copy_" not in code  # of what torch takes for written
     with loaded(code) as run:
         run(list(given))
-        assert launches(stub, lambda: run(list(given))) == 5
+        assert launches(stub, lambda: run(list(given))) == len(started)
 
 
 def test_a_profiler_of_triton_hears_of_every_launch(small):

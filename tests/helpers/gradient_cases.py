@@ -79,7 +79,7 @@ def sorted_plan(inputs):
     """A forward's plan that sorts any number of tokens, and their order."""
     spec, tokens = spec_of(inputs.x, inputs.weights, None), len(inputs.x)
     facts = {"machine": HOPPER, "tiles": choose_tiles(spec, 90, 128), "bucket": bucket_of(tokens)}
-    plan = SortedPlan(spec, inputs.weights, None, **facts)
+    plan = SortedPlan(spec, inputs.weights, **facts)
     return plan, plan.order(inputs.k, None, inputs.x)
 
 

@@ -1,7 +1,7 @@
 """From k of every token to the order in which kernels visit them: a stable counting sort, descending, on the device.
 
 The whole schedule is the permutation and N + 1 counts, c_n = #{tokens with k >= n}; nothing returns to the host.
-Rows that layers cannot read in place are copied: in sorted order, by the sort itself or later, normalised, or both.
+Rows that layers cannot read in place are copied in sorted order, by the sort itself or later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, is_tracing
 from acm_compiler.codegen.gpu.tiles import bucket_of
@@ -163,82 +162,38 @@ def slots_of(learners: int) -> int:
     return max(2, triton.next_power_of_2(learners + 1))
 
 
-_ELEMENTS = 4096  # of a program: with them its registers hold whole rows
 _ROWS = 4
 _WIDE = 8192
 
 
 @triton.jit
-def _normalised(value, here, weight, bias, eps, columns, D_IN: tl.constexpr, CENTRED: tl.constexpr):
-    """LayerNorm (RMSNorm where not CENTRED) of whole rows [BM, PADDED], fp32; for rows far from zero the rounded mean
-    is mended.
-    """
-    off = value
-    if CENTRED:
-        off = tl.where(here, off - (tl.sum(off, 1) / D_IN)[:, None], 0.0)
-        off = tl.where(here, off - (tl.sum(off, 1) / D_IN)[:, None], 0.0)
-    y = off * tl.rsqrt(tl.sum(off * off, 1) / D_IN + tl.cast(eps, tl.float32))[:, None]
-    if weight is not None:
-        y *= tl.load(weight + columns, mask=columns < D_IN, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        y += tl.load(bias + columns, mask=columns < D_IN, other=0.0).to(tl.float32)[None, :]
-    return y
-
-
-@triton.jit(do_not_specialize=["T", "eps"])
-def permute_kernel(
-    rows_out, x, perm, counts, norm_weight, norm_bias, T, stride_x, eps,
-    D_IN: tl.constexpr, PADDED: tl.constexpr, SORTED: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
-    BM: tl.constexpr,
-):  # fmt: skip
-    """rows_out [T, D_IN] = x[perm] (SORTED: what runs no learner is left out) or x, with NORM normalised."""
+def permute_kernel(rows_out, x, perm, counts, stride_x, D_IN: tl.constexpr, PADDED: tl.constexpr, BM: tl.constexpr):
+    """rows_out [T, D_IN] = x[perm]; what runs no learner is left out."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.arange(0, PADDED)
-    if SORTED:
-        mine = rows < tl.load(counts + 1)
-        token = tl.load(perm + rows, mask=mine, other=0).to(tl.int64)
-    else:
-        mine = rows < T
-        token = rows.to(tl.int64)
-    here = (columns < D_IN)[None, :]
-    real = mine[:, None] & here
+    mine = rows < tl.load(counts + 1)
+    token = tl.load(perm + rows, mask=mine, other=0).to(tl.int64)
+    real = mine[:, None] & (columns < D_IN)[None, :]
     value = tl.load(x + token[:, None] * stride_x + columns[None, :], mask=real, other=0.0)
-    if NORM:
-        value = _normalised(value.to(tl.float32), here, norm_weight, norm_bias, eps, columns, D_IN, CENTRED)
-    at = rows_out + rows.to(tl.int64)[:, None] * D_IN + columns[None, :]
-    tl.store(at, value.to(rows_out.dtype.element_ty), mask=real)
+    tl.store(rows_out + rows.to(tl.int64)[:, None] * D_IN + columns[None, :], value, mask=real)
 
 
 class Rows:
-    """The launch that writes rows in sorted order (in_order), normalised where there is a norm, or both."""
+    """The launch that writes rows in sorted order."""
 
-    def __init__(self, d_in: int, *, in_order: bool, norm: Norm | None) -> None:
-        self._d_in, self._in_order = d_in, in_order
-        weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-        self._weight = None if weight is None else weight.contiguous()
-        self._bias = None if bias is None else bias.contiguous()
-        self._eps = 0.0 if norm is None else norm.eps
-        centred = norm is None or norm.centred
-        constants = permute_constants(d_in, in_order=in_order, norm=norm is not None, centred=centred)
-        self._rows = constants["BM"]
-        self._start = Launcher(permute_kernel, constants, permute_options(d_in))
+    def __init__(self, d_in: int) -> None:
+        self._start = Launcher(permute_kernel, permute_constants(d_in), permute_options(d_in))
 
-    def __call__(self, x_TD: Tensor, order: Order | None) -> Tensor:
+    def __call__(self, x_TD: Tensor, order: Order) -> Tensor:
         """The rows [T, D]; what runs no learner is not written."""
-        tokens = x_TD.shape[0]
-        rows = x_TD.new_empty(tokens, self._d_in)
-        perm, counts = (order.perm, order.counts) if order is not None and self._in_order else (None, None)
-        stride = x_TD.stride(0)
-        programs = blocks_in(tokens, self._rows)
-        self._start(programs, rows, x_TD, perm, counts, self._weight, self._bias, tokens, stride, self._eps)
+        rows = x_TD.new_empty(x_TD.shape)
+        self._start(blocks_in(x_TD.shape[0], _ROWS), rows, x_TD, order.perm, order.counts, x_TD.stride(0))
         return rows
 
 
-def permute_constants(d_in: int, *, in_order: bool, norm: bool, centred: bool) -> dict[str, Any]:
-    """Constants of `permute_kernel`; in_order: rows are sorted."""
-    padded = triton.next_power_of_2(d_in)
-    rows = max(1, min(_ROWS, _ELEMENTS // padded)) if norm else _ROWS
-    return {"D_IN": d_in, "PADDED": padded, "SORTED": in_order, "NORM": norm, "CENTRED": centred, "BM": rows}
+def permute_constants(d_in: int) -> dict[str, Any]:
+    """Constants of `permute_kernel`."""
+    return {"D_IN": d_in, "PADDED": triton.next_power_of_2(d_in), "BM": _ROWS}
 
 
 def permute_options(d_in: int) -> dict[str, int]:

@@ -14,42 +14,6 @@ from acm_compiler.codegen.gpu.blocks import load_block, multiply, row_pointers
 
 
 @triton.jit
-def _moments(x, x_at, rows, stride_x, steps, D_IN, eps, CENTRED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """A value of each row, its mean as a distance from that, and one over its deviation, merged block by block; fp32.
-
-    Not CENTRED: 0, 0, and one over the root of its mean square.
-    """
-    mean = tl.zeros((BM,), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
-    shift = tl.zeros((BM,), tl.float32)
-    if CENTRED:
-        shift = tl.load(x + rows * stride_x).to(tl.float32)
-    for k in range(0, D_IN, BK):
-        here = (k + steps < D_IN)[None, :]
-        off = tl.where(here, tl.load(x_at + k, mask=here, other=0.0).to(tl.float32) - shift[:, None], 0.0)
-        if CENTRED:
-            count = tl.minimum(D_IN - k, BK) * 1.0
-            part = tl.sum(off, 1) / count
-            off = tl.where(here, off - part[:, None], 0.0)
-            further = part - mean
-            squares += further * further * (k * count / (k + count))
-            mean += further * (count / (k + count))
-        squares += tl.sum(off * off, 1)
-    return shift, mean, tl.rsqrt(squares / D_IN + tl.cast(eps, tl.float32))
-
-
-@triton.jit
-def _normalised(a, shift, mean, scale, weight, bias, columns, D_IN):
-    """A block of rows, normalised and rounded to their type."""
-    y = (a.to(tl.float32) - shift[:, None] - mean[:, None]) * scale[:, None]
-    if weight is not None:
-        y *= tl.load(weight + columns, mask=columns < D_IN, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        y += tl.load(bias + columns, mask=columns < D_IN, other=0.0).to(tl.float32)[None, :]
-    return y.to(a.dtype)
-
-
-@triton.jit
 def _utility(score, k, knob, cost, RULE: tl.constexpr):
     """The utility of every choice, as the reference's `utilities` has it."""
     price = k.to(tl.float32) * tl.cast(cost, tl.float32)  # Inductor gives numbers in fp64
@@ -79,9 +43,8 @@ def _best(u, choice, k_lo, k_hi, K_MIN: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _product(
-    x, x_at, w, w_at, row, column, first, end, shift, mean, scale, norm_weight, norm_bias, D_IN, BULK: tl.constexpr,
-    EVEN: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr,
-    GP: tl.constexpr, BK: tl.constexpr,
+    x, x_at, w, w_at, row, column, first, end, BULK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr, BM: tl.constexpr, GP: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Rows of x times columns of the first weight over features [first, end), fp32 [BM, GP].
 
@@ -91,8 +54,6 @@ def _product(
     for k in range(first, end, BK):
         a = load_block(x, x_at, row, k, end, BULK, EVEN, BK)
         b = load_block(w, w_at, column, k, end, BULK, EVEN, BK)
-        if NORM:
-            a = _normalised(a, shift, mean, scale, norm_weight, norm_bias, k + tl.arange(0, BK), D_IN)
         acc = multiply(a.to(b.dtype), b, acc, PRECISION, INTERPRET)
     return acc
 
@@ -136,39 +97,29 @@ def _choose(
     tl.store(k_out + rows, best, mask=rows < T)
 
 
-@triton.jit(do_not_specialize=["T", "cost", "eps"], do_not_specialize_on_alignment=["knob", "k_lo", "k_hi"])
+@triton.jit(do_not_specialize=["T", "cost"], do_not_specialize_on_alignment=["knob", "k_lo", "k_hi"])
 def gate_kernel(
-    k_out, histogram, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, norm_weight, norm_bias, T, D_IN,
-    stride_x, cost, eps, G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr,
-    SLOTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr,
+    k_out, histogram, x, w_inner, b_inner, w_outer, b_outer, knob, k_lo, k_hi, T, D_IN, stride_x, cost,
+    G: tl.constexpr, C: tl.constexpr, K_MIN: tl.constexpr, RULE: tl.constexpr, SLOTS: tl.constexpr,
+    BULK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, GP: tl.constexpr,
+    CP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """k_out [T]; w_inner [G, D_IN], w_outer [C, G]; knob fp32, k_lo and k_hi int32 scalars in memory.
 
     histogram [programs, SLOTS] or None. Columns of the first product are taken GP at a time; x is read again for each,
-    and once more before for NORM, from a cache. BULK: x and w_inner are descriptors of blocks [BM, BK], [GP, BK].
+    from a cache. BULK: x and w_inner are descriptors of blocks [BM, BK], [GP, BK].
     """
     row = tl.program_id(0) * BM
     rows = row + tl.arange(0, BM)
     outer = tl.arange(0, CP)
-    source = tl.minimum(rows, T - 1)
-    x_at = x if BULK else row_pointers(x, source, stride_x, BK)
-    shift, mean, scale = 0.0, 0.0, 0.0
-    if NORM:
-        shift, mean, scale = _moments(
-            x, x_at, source.to(tl.int64), stride_x, tl.arange(0, BK), D_IN, eps, CENTRED, BM, BK
-        )
+    x_at = x if BULK else row_pointers(x, tl.minimum(rows, T - 1), stride_x, BK)
     bias, price, low, high = _terms(b_outer, knob, k_lo, k_hi, outer, C)  # not to be waited for at the end
     score = tl.zeros((BM, CP), tl.float32)
     for first in range(0, G, GP):
         inner = first + tl.arange(0, GP)
         w_at = w_inner if BULK else row_pointers(w_inner, tl.minimum(inner, G - 1), D_IN, BK)
         inner_bias = tl.load(b_inner + inner, mask=inner < G, other=0.0).to(tl.float32)[None, :]
-        acc = _product(
-            x, x_at, w_inner, w_at, row, first, 0, D_IN, shift, mean, scale, norm_weight, norm_bias, D_IN, BULK, EVEN,
-            NORM, PRECISION, INTERPRET, BM, GP, BK,
-        )  # fmt: skip
+        acc = _product(x, x_at, w_inner, w_at, row, first, 0, D_IN, BULK, EVEN, PRECISION, INTERPRET, BM, GP, BK)
         score = _add_scores(score, acc + inner_bias, w_outer, inner[None, :], outer, G, C, INTERPRET)
     _choose(k_out, histogram, score, bias, price, low, high, rows, outer, T, cost, C, K_MIN, RULE, SLOTS)
 
@@ -194,8 +145,8 @@ def gate_part_kernel(
     x_at = x if BULK else row_pointers(x, tl.minimum(rows, T - 1), stride_x, BK)
     w_at = w_inner if BULK else row_pointers(w_inner, tl.minimum(inner, G - 1), D_IN, BK)
     acc = _product(
-        x, x_at, w_inner, w_at, row, column, span * SPAN, tl.minimum((span + 1) * SPAN, D_IN), 0.0, 0.0, 0.0, None,
-        None, D_IN, BULK, EVEN, False, PRECISION, INTERPRET, BM, GP, BK,
+        x, x_at, w_inner, w_at, row, column, span * SPAN, tl.minimum((span + 1) * SPAN, D_IN), BULK, EVEN, PRECISION,
+        INTERPRET, BM, GP, BK,
     )  # fmt: skip
     at = parts + (tl.cast(span, tl.int64) * T + rows)[:, None] * ROW + inner[None, :]
     acc = tl.where((inner < G)[None, :], acc, 0.0)

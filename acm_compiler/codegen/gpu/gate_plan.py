@@ -9,10 +9,9 @@ import triton
 from torch import Tensor
 
 from acm_compiler.acm.arguments import GateArguments, GateWeights, part
-from acm_compiler.acm.reference import Norm
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.blocks import kernel_options
-from acm_compiler.codegen.gpu.dispatch import Histogram, Rows, slots_of
+from acm_compiler.codegen.gpu.dispatch import Histogram, slots_of
 from acm_compiler.codegen.gpu.gate_kernel import gate_kernel, gate_part_kernel, gate_sum_kernel
 from acm_compiler.codegen.gpu.gate_spec import FEW, NARROWEST, Cut, GateSpec, cut_of, padded_size
 from acm_compiler.codegen.gpu.one_token import one_part_kernel
@@ -38,8 +37,7 @@ class Choice(NamedTuple):
 
 def gate_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, Any]:
     """Constants of `gate_kernel`."""
-    facts = {"NORM": spec.norm, "CENTRED": spec.centred}
-    return {**_choice_constants(spec, interpret), **_product_constants(spec, cut), **facts}
+    return {**_choice_constants(spec, interpret), **_product_constants(spec, cut)}
 
 
 def part_constants(spec: GateSpec, cut: Cut, *, interpret: bool) -> dict[str, Any]:
@@ -104,17 +102,15 @@ def sum_options(constants: dict[str, Any]) -> dict[str, int]:
     return kernel_options(warps=min(16, max(4, constants["BM"] * constants["CP"] // _WARP_VALUES)))
 
 
-def run_gate(
-    call: GateArguments, *, cost: float, k_min: int, rule: str, machine: Machine, norm: Norm | None = None
-) -> Tensor:
+def run_gate(call: GateArguments, *, cost: float, k_min: int, rule: str, machine: Machine) -> Tensor:
     """k of every token, int32 [T], as `acm::gate` gives it; scores are kept in fp32 throughout.
 
-    Types of tokens and weights are among DTYPES. norm: applied to the tokens first.
+    Types of tokens and weights are among DTYPES.
     """
     if not call.x.shape[0]:
         return call.x.new_empty(0, dtype=torch.int32)
     x_TD = call.x if call.x.stride(-1) == 1 else call.x.contiguous()
-    plan = GatePlan(call._replace(x=x_TD), cost=cost, k_min=k_min, rule=rule, machine=machine, norm=norm)
+    plan = GatePlan(call._replace(x=x_TD), cost=cost, k_min=k_min, rule=rule, machine=machine)
     return plan(x_TD, call.knob, call.k_lo, call.k_hi).k
 
 
@@ -129,7 +125,6 @@ class GatePlan:
         k_min: int,
         rule: str,
         machine: Machine,
-        norm: Norm | None = None,
         tokens: Any = None,
     ) -> None:
         self._weights = weights = GateWeights(*(tensor.contiguous() for tensor in part(GateWeights, call)))
@@ -141,17 +136,11 @@ class GatePlan:
             rule=rule,
             dtype=DTYPES[call.x.dtype],
             gate_dtype=DTYPES[weights.w_inner.dtype],
-            norm=norm is not None,
-            centred=norm is None or norm.centred,
         )
         bucket = bucket_of(call.x.shape[0] if tokens is None else tokens)
-        affine = (None, None) if norm is None else (norm.weight, norm.bias)
-        self._norm = tuple(None if tensor is None else tensor.contiguous() for tensor in affine)
-        self._d_in, self._cost, self._eps = spec.d_in, cost, 0.0 if norm is None else norm.eps
+        self._d_in, self._cost = spec.d_in, cost
         self._slots = slots_of(k_min + spec.columns - 1) if 1 << bucket > FEW else 0
-        self._rows = Rows(spec.d_in, in_order=False, norm=norm) if spec.is_split and norm is not None else None
-        aligned = self._rows is not None or _is_aligned(call.x)
-        self._cut = cut = cut_of(spec, 1 << bucket, machine, aligned=aligned)
+        self._cut = cut = cut_of(spec, 1 << bucket, machine, aligned=_is_aligned(call.x))
         self._w_inner = operand(weights.w_inner, cut.tile.n, cut.tile.k, cut.bulk)
         options = kernel_options(warps=cut.tile.warps, stages=cut.tile.stages)
         self._parts: Launcher | None = None
@@ -173,7 +162,6 @@ class GatePlan:
         k_T = x_TD.new_empty(tokens, dtype=torch.int32)
         programs = blocks_in(tokens, self._block)
         counts = k_T.new_empty(programs * self._slots) if self._slots else None
-        x_TD = x_TD if self._rows is None else self._rows(x_TD, None)
         cut, stride = self._cut, x_TD.stride(0)
         x: Any = blocks_of(x_TD, cut.tile.m, cut.tile.k) if cut.bulk else x_TD
         if self._parts is not None:
@@ -183,7 +171,7 @@ class GatePlan:
             self._start(programs, k_T, counts, parts, *weights[1:], knob, k_lo, k_hi, tokens, self._cost)
         else:
             self._start(
-                programs, k_T, counts, x, self._w_inner, *weights[1:], knob, k_lo, k_hi, *self._norm, tokens,
-                self._d_in, stride, self._cost, self._eps,
+                programs, k_T, counts, x, self._w_inner, *weights[1:], knob, k_lo, k_hi, tokens, self._d_in, stride,
+                self._cost,
             )  # fmt: skip
         return Choice(k_T, None if counts is None else Histogram(counts, self._block))

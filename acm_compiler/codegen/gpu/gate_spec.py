@@ -26,9 +26,7 @@ _MOST_SPANS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSpec:
-    """One gate as its kernel sees it: dtype of the tokens and of the gate itself, sizes, rule; norm: tokens are
-    normalised first; centred: by a LayerNorm, else an RMSNorm.
-    """
+    """One gate as its kernel sees it: dtype of the tokens and of the gate itself, sizes, rule."""
 
     d_in: int
     width: int
@@ -37,8 +35,6 @@ class GateSpec:
     rule: str
     dtype: str
     gate_dtype: str
-    norm: bool
-    centred: bool = True
 
     @property
     def is_exact(self) -> bool:
@@ -65,7 +61,7 @@ class Cut:
     span: int
 
 
-def gate_spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> GateSpec:
+def gate_spec_of_site(site: PlannedSite, dtype: str) -> GateSpec:
     """The spec of a planned site's gate, in the type of its tokens, by the rule of a calibrated one."""
     kind = "fp32" if dtype == "tf32" else dtype
     return GateSpec(
@@ -76,21 +72,19 @@ def gate_spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> G
         rule="damage",
         dtype=kind,
         gate_dtype=kind,
-        norm=norm,
     )
 
 
 def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = True) -> Cut:
     """Blocks for about so many tokens; aligned: rows of x begin where bulk copies may.
 
-    Rows that are read by pointers, products of three parts and of normalised blocks stay off wgmma, which takes 64:
-    before Triton 3.7 nothing orders asynchronous copies before it, and old ptxas gets its operands in registers wrong.
+    Rows that are read by pointers, and products of three parts, stay off wgmma, which takes 64: before Triton 3.7
+    nothing orders asynchronous copies before it, and old ptxas gets its operands in registers wrong.
     """
     few = tokens <= FEW
     same = spec.dtype == spec.gate_dtype  # else a conversion ends in registers, too
     bulk = machine.bulk_copies and not few and not spec.is_exact and same and aligned and spec.d_in % 8 == 0
     if not spec.is_split:
-        bulk = bulk and not spec.norm
         return Cut(tile=_whole_tile(spec, tokens, machine, bulk=bulk), bulk=bulk, span=spec.d_in)
     if tokens == 1:
         step = 256 if spec.is_exact else 512
@@ -119,10 +113,9 @@ def _whole_tile(spec: GateSpec, tokens: int, machine: Machine, *, bulk: bool) ->
     step = 64 // (2 if spec.is_exact else 1) // (2 if width > _WIDE else 1)
     if spec.is_odd and width >= _WIDE:
         step //= 2
-    rows = 32 if spec.is_exact or spec.norm or width > _WIDE // 2 or machine.arch >= 90 else 64
+    rows = 32 if spec.is_exact or width > _WIDE // 2 or machine.arch >= 90 else 64
     waits = spec.is_exact and spec.is_odd and width >= _WIDE  # values that are read one by one, in registers
-    rows, stages = NARROWEST if waits and spec.norm else rows, 2 if waits else 3
-    return Tile(m=min(rows, padded_size(tokens)), n=width, k=step, warps=4, stages=stages, resident=1)
+    return Tile(m=min(rows, padded_size(tokens)), n=width, k=step, warps=4, stages=2 if waits else 3, resident=1)
 
 
 def _part_tile(spec: GateSpec, tokens: int, machine: Machine, *, bulk: bool) -> Tile:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.reference import Norm, Weights
+from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.dispatch import Histogram, Order, Rows, Sort
 from acm_compiler.codegen.gpu.few_tokens import few_sum_kernel
@@ -59,37 +59,35 @@ def run(
     weights: Weights,
     *,
     residual: Tensor | None = None,
-    norm: Norm | None = None,
     machine: Machine,
 ) -> Tensor:
-    """y_{k(t)}(x_t) + residual_t, [T, O], for a call that the kernels cover; no host sync. norm: applied to x first.
+    """y_{k(t)}(x_t) + residual_t, [T, O], for a call that the kernels cover; no host sync.
 
     A k outside [0, N] stops the kernel with an assertion on the device, or, among few tokens, gives NaN.
     """
     if not x_TD.shape[0]:
         return x_TD.new_empty(0, weights.b_out.shape[1])
     x_TD, residual = by_rows(x_TD), None if residual is None else by_rows(residual)
-    plan = plan_of(spec_of(x_TD, weights, residual, norm=norm), weights, norm, machine, x_TD.shape[0])
+    plan = plan_of(spec_of(x_TD, weights, residual), weights, machine, x_TD.shape[0])
     return plan(x_TD, k_T.contiguous(), residual)
 
 
-def plan_of(spec: KernelSpec, weights: Weights, norm: Norm | None, machine: Machine, tokens: Any) -> Plan:
+def plan_of(spec: KernelSpec, weights: Weights, machine: Machine, tokens: Any) -> Plan:
     """The plan for calls of about so many tokens."""
     bucket = bucket_of(tokens)
     tiles = choose_tiles(spec, machine.arch, 1 << bucket, machine.processors, turns=machine.turns)
     if tiles.sorts:
-        return SortedPlan(spec, weights, norm, machine=machine, tiles=tiles, bucket=bucket)
-    return FewPlan(spec, weights, norm, tiles=tiles)
+        return SortedPlan(spec, weights, machine=machine, tiles=tiles, bucket=bucket)
+    return FewPlan(spec, weights, tiles=tiles)
 
 
 class FewPlan:
     """One token, or tokens that fit one row tile: nothing sorts them."""
 
-    def __init__(self, spec: KernelSpec, weights: Weights, norm: Norm | None, *, tiles: Tiles) -> None:
+    def __init__(self, spec: KernelSpec, weights: Weights, *, tiles: Tiles) -> None:
         w = weights
         assert w.w_out is not None
         self._spec = spec
-        self._rows = None if norm is None else Rows(spec.d_in, in_order=False, norm=norm)
         self._first = w.w_in.contiguous(), flat(w.b_in), contiguous(w.w_up), flat(w.b_up)
         self._second = w.w_out.contiguous(), w.b_out.contiguous()
         self._top = contiguous(w.w_top)
@@ -115,7 +113,6 @@ class FewPlan:
 
     def __call__(self, x_TD: Tensor, k_T: Tensor, residual: Tensor | None, order: Order | None = None) -> Tensor:
         spec, tokens, splits = self._spec, x_TD.shape[0], self._splits
-        x_TD = x_TD if self._rows is None else self._rows(x_TD, None)
         h, y_TO = x_TD.new_empty(tokens, spec.hidden_row), x_TD.new_empty(tokens, spec.d_out)
         self._start1(self._programs[0], h, x_TD, *self._first, k_T, tokens, spec.d_in, x_TD.stride(0))
         stride_r = 0 if residual is None else residual.stride(0)
@@ -137,7 +134,6 @@ class SortedPlan:
         self,
         spec: KernelSpec,
         weights: Weights,
-        norm: Norm | None,
         *,
         machine: Machine,
         tiles: Tiles,
@@ -145,15 +141,13 @@ class SortedPlan:
     ) -> None:
         in_order = tiles.layer1.turns or permutes_rows(spec, machine)
         self._d_out = spec.d_out
-        self._sort = Sort(spec.learners, bucket, d_in=spec.d_in if in_order and norm is None else None)
-        copies = (in_order or norm) and not self._sort.copies
-        self._rows = Rows(spec.d_in, in_order=in_order, norm=norm) if copies else None
+        self._sort = Sort(spec.learners, bucket, d_in=spec.d_in if in_order else None)
+        self._rows = Rows(spec.d_in) if in_order and not self._sort.copies else None
         self._layer1 = Layer1(spec, machine, tiles.layer1, in_order=in_order) if layer1_bands(spec) else None
         w = weights
         self._first = self._layer1.operands(w.w_in, w.b_in, w.w_up, w.b_up) if self._layer1 is not None else ()
-        as_given = not (in_order or norm)
         products = [
-            Layer2(spec, machine, tiles.layer2, product, misplaced=product.from_x and as_given)
+            Layer2(spec, machine, tiles.layer2, product, misplaced=product.from_x and not in_order)
             for product in products_of(spec)
         ]
         self._products = [(layer2, layer2.operands(weights)) for layer2 in products]

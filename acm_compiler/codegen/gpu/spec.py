@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.reference import Norm, Weights
+from acm_compiler.acm.reference import Weights
 from acm_compiler.planning.decisions import PlannedSite
 
 Form = Literal["mlp", "gated", "linear", "rows", "cols"]
@@ -23,8 +23,8 @@ class KernelSpec:
     """One ACM as its kernels see it: D = d_in, O = d_out, N = learners, H = width, of a slice too.
 
     second: what follows the hidden layer: one w_out for all k, w_out with w_top at k = N, one w_out per k, or none
-    (slices). head: features of one head in one slice, 1 without heads. norm: x is normalised first (centred: by a
-    LayerNorm, else an RMSNorm). tf32: fp32 products may be rounded to tf32, as torch's own setting says.
+    (slices). head: features of one head in one slice, 1 without heads. tf32: fp32 products may be rounded to tf32, as
+    torch's own setting says.
     """
 
     form: Form
@@ -38,16 +38,14 @@ class KernelSpec:
     bias_in: bool
     second: SecondLayer
     residual: bool
-    norm: bool
     tf32: bool
-    centred: bool = True
 
     def __str__(self) -> str:
-        """One line: form, shape, activation, dtype, and what is fused with it."""
+        """One line: form, shape, activation, dtype."""
         second = "" if self.second in ("shared", "none") else f" {self.second}"
         dtype = "tf32" if self.tf32 else self.dtype
         shape = f"{self.d_in} -> {self.learners} x {self.width} -> {self.d_out}"
-        return f"{self.form}{second} {shape} {self.act} {dtype}{' fused with norm' * self.norm}"
+        return f"{self.form}{second} {shape} {self.act} {dtype}"
 
     @property
     def hidden_row(self) -> int:
@@ -60,7 +58,7 @@ class KernelSpec:
         return 4 if self.dtype == "fp32" else 2
 
 
-def spec_of(x_TD: Tensor, weights: Weights, residual: Tensor | None, *, norm: Norm | None = None) -> KernelSpec:
+def spec_of(x_TD: Tensor, weights: Weights, residual: Tensor | None) -> KernelSpec:
     """The spec of a call; its dtype must be one of DTYPES."""
     w = weights
     return KernelSpec(
@@ -75,13 +73,11 @@ def spec_of(x_TD: Tensor, weights: Weights, residual: Tensor | None, *, norm: No
         bias_in=w.b_in is not None,
         second=_second_layer(w),
         residual=residual is not None,
-        norm=norm is not None,
-        centred=norm is None or norm.centred,
         tf32=x_TD.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
     )
 
 
-def spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> KernelSpec:
+def spec_of_site(site: PlannedSite, dtype: str) -> KernelSpec:
     """The spec of a planned site's calls, without a residual; dtype bf16, fp16, fp32, or tf32 for rounded fp32."""
     tops: dict[str, SecondLayer] = {"per_k": "per_k", "shared": "shared", "original": "shared", "shared_top": "top"}
     second: SecondLayer = "none" if site.is_sliced else "top" if site.has_top else tops[site.second_layer]
@@ -97,7 +93,6 @@ def spec_of_site(site: PlannedSite, dtype: str, *, norm: bool = False) -> Kernel
         bias_in=site.has_bias_in,
         second=second,
         residual=False,
-        norm=norm,
         tf32=dtype == "tf32",
     )
 

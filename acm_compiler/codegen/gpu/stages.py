@@ -150,9 +150,7 @@ def loads_of(
 
 
 def permutes_rows(spec: KernelSpec, machine: Machine) -> bool:
-    """True if x is first copied in sorted order; rows that are normalised first are written in that order."""
-    if spec.norm:
-        return spec.form != "cols"
+    """True if x is first copied in sorted order."""
     plain = on_tensor_cores(spec) and spec.form != "cols" and is_aligned(spec.d_in, spec)
     return machine.bulk_copies and not machine.fenced and plain
 

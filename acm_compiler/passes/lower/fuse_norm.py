@@ -4,8 +4,9 @@ before:  z = layer_norm(x, (D,), w, b, eps); y = gated_learners(reshape(z), *w_g
 after:   y = gated_learners(reshape(x), *w_gate, ..., residual, w, b, norm_eps=eps)
 
 The normalised tokens are then never written as a tensor of their own: kernels normalise rows where they first read
-them. Only where nothing else reads the norm, as in front of an MLP of a pre-norm block. Norms are torch's own
-operators, and RMSNorm as transformers writes it out:
+them. Only where nothing else reads the norm, as in front of an MLP of a pre-norm block, and only on CPUs: on GPUs
+Inductor's kernel that adds the bypass before it normalises in the same time. Norms are torch's own operators, and
+RMSNorm as transformers writes it out:
 
 h = x.to(float32); z = weight * (h * rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 """
@@ -76,9 +77,9 @@ def _chain(acm: fx.Node) -> list[fx.Node]:
 
 
 def _is_over_features(chain: list[fx.Node], norm: FoundNorm) -> bool:
-    """True if the features of each token are normalised, and nothing is converted on the way."""
+    """True if the features of each token are normalised, on a CPU, and nothing is converted on the way."""
     value, shape = value_of(norm.x), norm.shape
-    if value is None or len(shape) != 1:
+    if value is None or value.device.type != "cpu" or len(shape) != 1:
         return False
     rows = [value, *(value_of(node) for node in chain)]
     others = [value_of(weight) for weight in (norm.weight, norm.bias) if weight is not None]

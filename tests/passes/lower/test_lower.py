@@ -11,7 +11,16 @@ import acm_compiler as acm
 from acm_compiler.acm import ops
 from acm_compiler.backend import choose_implementation
 from acm_compiler.errors import VerificationFailed
-from acm_compiler.passes.lower.acm_nodes import GATED, GATES, LEARNERS, NORM_EPS, acm_nodes, call_of, learners_nodes
+from acm_compiler.passes.lower.acm_nodes import (
+    GATED,
+    GATES,
+    LEARNERS,
+    NORM_EPS,
+    acm_nodes,
+    call_of,
+    learners_nodes,
+    value_of,
+)
 from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
 from acm_compiler.passes.lower.fuse_norm import fold_norm
@@ -215,6 +224,18 @@ def test_fold_norm_takes_a_norm_that_nothing_else_reads():
     torch.testing.assert_close(run(graph_module, inputs), expected)
     found = verify(graph, choose_implementation, expected=5)
     assert found[-1].fused == ("norm", "gate", "residual")
+
+
+@pytest.mark.parametrize(("device", "folds"), [("cpu", 1), ("cuda:0", 0)])
+def test_fold_norm_leaves_norms_on_gpus_to_inductor(device, folds):
+    graph_module, _ = graph_of(Block().eval(), torch.randn(2, 5, 8))
+    fuse_residual(graph_module.graph)
+    fuse_gate(graph_module.graph)
+    values = [value_of(node) for node in graph_module.graph.nodes]
+    for value in values:
+        if value is not None:
+            value.fake_device = torch.device(device)
+    assert fold_norm(graph_module.graph) == folds
 
 
 class Normed(nn.Module):

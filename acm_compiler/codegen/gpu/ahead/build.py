@@ -19,7 +19,7 @@ from acm_compiler.errors import PackageMissing
 
 _INDICES = ("perm", "counts", "k", "histogram", "k_of")
 _NUMBERS = ("T", "D_IN", "ROWS", "PER", "SPAN", "stride_x", "stride_a", "stride_w", "stride_r")
-_UNALIGNED = ("T", "ROWS", "PER", "cost", "eps", "knob", "k_lo", "k_hi")
+_UNALIGNED = ("T", "ROWS", "PER", "cost", "knob", "k_lo", "k_hi")
 _SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 _REGISTERS = 65536
 _WARPS_IN_TURNS = 12  # two groups of four, and four for the one that reads

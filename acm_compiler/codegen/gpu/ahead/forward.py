@@ -63,11 +63,12 @@ def kernels_of(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = True) 
     machine = replace(machine, turns=machine.turns and turns)
     tiles = choose_tiles(spec, arch, tokens, turns=machine.turns)
     in_order = tiles.sorts and (tiles.layer1.turns or permutes_rows(spec, machine))
-    rows = [_rows_kernel(spec, in_order=in_order)] if in_order or spec.norm else []
     if not tiles.sorts:
-        return rows + _few_kernels(spec, tiles)
-    copies = in_order and not spec.norm and sort_copies(1 << bucket_of(tokens)) and turns
-    kernels = _dispatch_kernels(spec, tokens, copies=copies) + ([] if copies else rows)
+        return _few_kernels(spec, tiles)
+    copies = in_order and sort_copies(1 << bucket_of(tokens)) and turns
+    kernels = _dispatch_kernels(spec, tokens, copies=copies)
+    if in_order and not copies:
+        kernels.append(_rows_kernel(spec))
     if layer1_bands(spec):
         kernels.append(layer1_built(spec, machine, tiles.layer1, in_order=in_order))
     return kernels + [layer2_built(spec, machine, tiles.layer2, product) for product in products_of(spec)]
@@ -177,17 +178,9 @@ def _dispatch_kernels(spec: KernelSpec, tokens: int, *, copies: bool) -> list[Ke
     ]
 
 
-def _rows_kernel(spec: KernelSpec | GateSpec, *, in_order: bool) -> Kernel:
-    d_in, norm = spec.d_in, spec.norm
-    operands = {"perm": in_order, "counts": in_order, "norm_weight": norm, "norm_bias": norm}
-    constants = permute_constants(d_in, in_order=in_order, norm=norm, centred=spec.centred)
-    return Kernel(
-        name=" ".join(name for name, here in (("permute", in_order), ("norm", norm)) if here),
-        function=permute_kernel,
-        constants=constants | {name: None for name, here in operands.items() if not here},
-        options=permute_options(d_in),
-        operands={"eps": "fp32"},
-    )
+def _rows_kernel(spec: KernelSpec) -> Kernel:
+    constants, options = permute_constants(spec.d_in), permute_options(spec.d_in)
+    return Kernel(name="permute", function=permute_kernel, constants=constants, options=options)
 
 
 def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
@@ -196,13 +189,11 @@ def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
     options = kernel_options(warps=cut.tile.warps, stages=cut.tile.stages)
     if not spec.is_split:
         whole = gate_constants(spec, cut, interpret=False)
-        return [_gate_kernel("gate norm" if spec.norm else "gate", gate_kernel, whole, options, spec)]
+        return [_gate_kernel("gate", gate_kernel, whole, options, spec)]
     kernel = one_part_kernel if cut.tile.m == 1 else gate_part_kernel
     parts = constants_for(kernel, part_constants(spec, cut, interpret=False), cut.tile)
     sums = sum_constants(spec, cut, tokens, interpret=False)
-    norm = [_rows_kernel(spec, in_order=False)] if spec.norm else []
     return [
-        *norm,
         _gate_kernel("gate parts", kernel, parts, options, spec),
         _gate_kernel("gate sum", gate_sum_kernel, sums, sum_options(sums), spec),
     ]
@@ -211,18 +202,16 @@ def gate_kernels_of(spec: GateSpec, arch: int, tokens: int) -> list[Kernel]:
 def _gate_kernel(
     name: str, function: Any, constants: dict[str, Any], options: dict[str, int], spec: GateSpec
 ) -> Kernel:
-    """A kernel of a gate; without a norm its weights are constants."""
-    absent = () if spec.norm else ("norm_weight", "norm_bias")
     types = dict.fromkeys(("w_inner", "b_inner", "w_outer", "b_outer"), f"*{spec.gate_dtype}")
     types |= dict.fromkeys(("k_lo", "k_hi", "k_out"), "*i32")
-    types |= dict.fromkeys(("parts", "knob"), "*fp32") | dict.fromkeys(("cost", "eps"), "fp32")
+    types |= dict.fromkeys(("parts", "knob"), "*fp32") | {"cost": "fp32"}
     if constants.get("BULK"):
         blocks = {"x": constants["BM"], "w_inner": constants["GP"]}
         types |= {name: f"tensordesc<{{dtype}}[{rows},{constants['BK']}]>" for name, rows in blocks.items()}
     return Kernel(
         name=name,
         function=function,
-        constants=constants | {operand: None for operand in function.arg_names if operand in absent},
+        constants=constants,
         options=options,
         operands=types,
         odd=("D_IN", "stride_x") if spec.is_odd else (),

@@ -27,18 +27,18 @@ class _Kept:
     __slots__ = ("addresses", "owner", "plans")
 
     def __init__(self, weights: Sequence[Tensor | None]) -> None:
-        place = id(weights[0]), len(weights)
+        place = id(weights[0])
         self.owner = weakref.ref(weights[0], lambda _: _KEPT.pop(place, None))
         self.addresses = _addresses(weights)
         self.plans: dict[Hashable, Any] = {}
 
 
-_KEPT: dict[tuple[int, int], _Kept] = {}  # by the first weight and how many there are: a norm's may be among them
+_KEPT: dict[int, _Kept] = {}  # by the first weight
 
 
 def find_plan(weights: Sequence[Tensor | None], kind: Hashable) -> Any:
     """The plan that was kept for these very weights and that kind of call; None where there is none."""
-    kept = _KEPT.get((id(weights[0]), len(weights)))
+    kept = _KEPT.get(id(weights[0]))
     if kept is None or kept.owner() is not weights[0] or kept.addresses != _addresses(weights):
         return None
     return kept.plans.get(kind)
@@ -48,9 +48,9 @@ def keep_plan(weights: Sequence[Tensor | None], kind: Hashable, plan: Any) -> No
     """Keep a plan, unless it reads copies of the weights."""
     if not all(w is None or (w.is_contiguous() and not w.data_ptr() & ALIGNED) for w in weights):
         return
-    kept = _KEPT.get((id(weights[0]), len(weights)))
+    kept = _KEPT.get(id(weights[0]))
     if kept is None or kept.owner() is not weights[0] or kept.addresses != _addresses(weights):
-        kept = _KEPT[id(weights[0]), len(weights)] = _Kept(weights)
+        kept = _KEPT[id(weights[0])] = _Kept(weights)
     if len(kept.plans) >= _MOST:
         kept.plans.clear()
     kept.plans[kind] = plan

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +22,13 @@ from acm_compiler.acm.arguments import (
     part,
 )
 from acm_compiler.acm.gated_learners import gate_call, run_apart
-from acm_compiler.acm.operands import require_gate, require_gated, require_learners
+from acm_compiler.acm.operands import require_gate, require_learners
 from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
-from acm_compiler.acm.reference import Norm, Weights
+from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.gpu.calls.kept import find_plan, keep_plan, kind_of_k, kind_of_rows, rounding
-from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
+from acm_compiler.codegen.gpu.gate_plan import GatePlan
 from acm_compiler.codegen.gpu.launch import Plan, plan_of
 from acm_compiler.codegen.gpu.products import by_rows
 from acm_compiler.codegen.gpu.spec import spec_of
@@ -67,29 +66,20 @@ def _learners_first(call: LearnersArguments, form: str, act: str, kind: Hashable
     if reason is None:
         weights = Weights(*part(LearnerWeights, call), act=act, form=form)
         with on_device_of(x), gpu.unless_unbuilt((form, act, x.dtype, shape)):  # kernels start on that device
-            return _start_first(call, weights, None, kind=kind, kept_by=weights.tensors, machine=machine)
+            return _start_first(call, weights, kind=kind, machine=machine)
         reason = gpu.UNBUILT[form, act, x.dtype, shape]
     gpu.say_once(reason)
     return REFERENCE(*call, form=form, act=act)
 
 
-def _start_first(
-    call: LearnersArguments,
-    weights: Weights,
-    norm: Norm | None,
-    *,
-    kind: Hashable,
-    kept_by: tuple[Tensor | None, ...],
-    machine: gpu.Machine,
-) -> Tensor:
+def _start_first(call: LearnersArguments, weights: Weights, *, kind: Hashable, machine: gpu.Machine) -> Tensor:
     x, residual = by_rows(call.x), None if call.residual is None else by_rows(call.residual)
     if not x.shape[0]:
         return x.new_empty(0, weights.b_out.shape[1])
-    spec = spec_of(x, weights, residual, norm=norm)
-    plan: Plan = plan_of(spec, aliases_of(weights), _aliases_of_norm(norm), machine, x.shape[0])
+    plan: Plan = plan_of(spec_of(x, weights, residual), aliases_of(weights), machine, x.shape[0])
     y = plan(x, call.k.contiguous(), residual)
     if kind is not None:
-        keep_plan(kept_by, kind, plan)
+        keep_plan(weights.tensors, kind, plan)
     return y
 
 
@@ -98,13 +88,14 @@ def learners_kind(
 ) -> Hashable:
     """The kind of a call, None where no plan is kept: all that plan and checks depend on, but for the weights.
 
-    bucket: another one than that of the rows.
+    k: None for one as a gate gives it. bucket: another one than that of the rows.
     """
     rows = kind_of_rows(x, bucket)
     if rows is None:
         return None
-    tokens, of_k, beside = x.shape[0], None, None
-    if k is not None and (of_k := kind_of_k(k, tokens)) is None:
+    tokens, beside = x.shape[0], None
+    of_k = (torch.int32, x.get_device(), 0) if k is None else kind_of_k(k, tokens)
+    if of_k is None:
         return None
     if residual is not None:
         beside = kind_of_rows(residual)
@@ -131,117 +122,69 @@ def _gate_first(call: GateArguments, kind: Hashable, **choices: Any) -> Tensor:
     reason = gpu.gate_not_covered(dtypes, width=width, arch=machine.arch)
     if reason is None:
         with on_device_of(call.x), gpu.unless_unbuilt((dtypes, width)):
-            return _start_gate_first(call, None, kind=kind, kept_by=call[1:5], machine=machine, **choices).k
+            return _start_gate_first(call, kind=kind, machine=machine, **choices)
         reason = gpu.UNBUILT[dtypes, width]
     gpu.say_once(reason)
     return GATE_REFERENCE(*call, **choices)
 
 
-def _start_gate_first(
-    call: GateArguments,
-    norm: Norm | None,
-    *,
-    kind: Hashable,
-    kept_by: tuple[Tensor | None, ...],
-    machine: gpu.Machine,
-    **choices: Any,
-) -> Choice:
+def _start_gate_first(call: GateArguments, *, kind: Hashable, machine: gpu.Machine, **choices: Any) -> Tensor:
     if not call.x.shape[0]:
-        return Choice(call.x.new_empty(0, dtype=torch.int32), None)
+        return call.x.new_empty(0, dtype=torch.int32)
     call = call._replace(x=by_rows(call.x))
-    plan = GatePlan(aliases_of_gate(call), machine=machine, norm=_aliases_of_norm(norm), **choices)
+    plan = GatePlan(aliases_of_gate(call), machine=machine, **choices)
     choice = plan(call.x, call.knob, call.k_lo, call.k_hi)
     if kind is not None:
-        keep_plan(kept_by, kind, plan)
-    return choice
+        keep_plan(call[1:5], kind, plan)
+    return choice.k
 
 
 def gate_kind(
     x: Tensor,
     scalars: tuple[Tensor, ...],
-    *facts: Hashable,
+    *,
     cost: float,
     k_min: int,
     rule: str,
     bucket: int | None = None,
 ) -> Hashable:
-    """The same of a gate's call; facts: of the norm in front, if there is one."""
+    """The same of a gate's call."""
     rows = kind_of_rows(x, bucket)
     if rows is None:
         return None
     knob, k_lo, k_hi = scalars
-    return rows, knob.dtype, knob.ndim, k_lo.dtype, k_lo.ndim, k_hi.dtype, k_hi.ndim, cost, k_min, rule, facts
+    return rows, knob.dtype, knob.ndim, k_lo.dtype, k_lo.ndim, k_hi.dtype, k_hi.ndim, cost, k_min, rule
 
 
 def gated_learners(
-    *tensors: Any, norm_eps: float | None = None, norm_centred: bool = True, form: str, act: str, **choices: Any
+    *tensors: Any, form: str, act: str, norm_eps: float | None = None, norm_centred: bool = True, **choices: Any
 ) -> Tensor:
-    """The operator that is gate and learners, and perhaps the norm in front of them: then rows are normalised where
-    kernels first read them.
+    """The operator that is gate and learners: by the kept plans of both, the gate's histogram handed on to the sort.
+
+    A first call of a kind, whose operators then keep plans, and calls with a norm run apart.
     """
-    if norm_eps is None:
-        return run_apart(*tensors, norm_eps=None, form=form, act=act, **choices)
     call = GatedArguments(*tensors)
-    norm = Norm(weight=call.norm_weight, bias=call.norm_bias, eps=norm_eps, centred=norm_centred)
-    affine = norm.weight, norm.bias
-    gate_weights, weights = (*call[1:5], *affine), (*part(LearnerWeights, call), *affine)
-    facts = norm_eps, norm_centred, *(None if tensor is None else tensor.dtype for tensor in affine)
-    gate_operands = gate_call(call, call.x)
-    scalars = gate_operands[5:]
-    of_gate = gate_kind(call.x, scalars, *facts, **choices)
-    kind = learners_kind(call.x, None, call.residual, form, act, *facts)
-    plans = (find_plan(gate_weights, of_gate), find_plan(weights, kind))
-    if None not in (of_gate, kind, *plans):
-        with on_device_of(call.x):
-            choice = plans[0](call.x, *scalars)
-            return plans[1](call.x, choice.k, call.residual, plans[1].order(*choice, call.x))
-    require_gated(call, form=form, k_min=choices["k_min"], rule=choices["rule"], norm_eps=norm_eps)
-    if _normed_is_covered(call, form, act):
-        kept = {"machine": gpu.machine_of(call.x.device)}
-        with (
-            on_device_of(call.x),
-            gpu.unless_unbuilt(normed_kind(call, form, act)),
-        ):  # each kernel normalises as it reads x
-            choice = _start_gate_first(gate_operands, norm, kind=of_gate, kept_by=gate_weights, **kept, **choices)
-            apart = LearnersArguments(call.x, choice.k, *part(LearnerWeights, call), call.residual)
-            of = Weights(*part(LearnerWeights, call), act=act, form=form)
-            return _start_first(apart, of, norm, kind=kind, kept_by=weights, **kept)
-    return run_apart(*tensors, norm_eps=norm_eps, norm_centred=norm_centred, form=form, act=act, **choices)
-
-
-def normed_kind(call: GatedArguments, form: str, act: str) -> Hashable:
-    """The kind of calls with a norm that cannot be built together."""
-    return "norm", form, act, call.x.dtype, call.w_in.shape, call.w_inner.shape
-
-
-def _normed_is_covered(call: GatedArguments, form: str, act: str) -> bool:
-    x, w_inner = call.x, call.w_inner
-    arch = gpu.machine_of(x.device).arch
-    if gpu.gate_not_covered((x.dtype, w_inner.dtype), width=w_inner.shape[0], arch=arch):
-        return False
-    is_quantized, shape = call.s_in is not None, call.w_in.shape
-    if gpu.not_covered(form=form, act=act, dtype=x.dtype, shape=shape, arch=arch, is_quantized=is_quantized):
-        return False
-    return normed_kind(call, form, act) not in gpu.UNBUILT
+    if norm_eps is call.norm_weight is call.norm_bias is None:
+        of_gate = gate_call(call, call.x)
+        scalars, weights = of_gate[5:], part(LearnerWeights, call)
+        gate_plan = find_plan(of_gate[1:5], gate_kind(call.x, scalars, **choices))
+        plan = find_plan(weights, learners_kind(call.x, None, call.residual, form, act))
+        if gate_plan is not None and plan is not None:
+            with on_device_of(call.x):
+                choice = gate_plan(call.x, *scalars)
+                return plan(call.x, choice.k, call.residual, plan.order(*choice, call.x))
+    return run_apart(*tensors, form=form, act=act, norm_eps=norm_eps, norm_centred=norm_centred, **choices)
 
 
 def aliases_of(weights: Weights) -> Weights:
     """The same memory by other tensors: a plan that held the weights themselves would keep their owner from going."""
-    tensors: Any = map(_alias, weights.tensors)
+    tensors: Any = (None if tensor is None else tensor.detach() for tensor in weights.tensors)
     return Weights(*tensors, act=weights.act, form=weights.form)
 
 
 def aliases_of_gate(call: GateArguments) -> GateArguments:
     """The same for the weights of a gate."""
     return call._replace(**{name: getattr(call, name).detach() for name in GateWeights._fields})
-
-
-def _aliases_of_norm(norm: Norm | None) -> Norm | None:
-    return None if norm is None else replace(norm, weight=_alias(norm.weight), bias=_alias(norm.bias))
-
-
-def _alias(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -137,8 +137,7 @@ def _has_gradients(acm: ACM, x: Tensor) -> bool:
 def _kept_plans(acm: ACM, x_TD: Tensor, scalars: tuple[Tensor, ...]) -> tuple[Any, Any]:
     gate, weights = acm.gate, acm.learners.weights()
     kind = gate_kind(x_TD, scalars, cost=acm.cost, k_min=acm.k_min, rule=gate.rule)
-    k_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.int32)  # as a gate gives it
-    of_learners = learners_kind(x_TD, k_T, None, weights.form, weights.act)
+    of_learners = learners_kind(x_TD, None, None, weights.form, weights.act)
     return find_plan(gate.weights(), kind), find_plan(weights.tensors, of_learners)
 
 

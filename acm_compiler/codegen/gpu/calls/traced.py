@@ -18,11 +18,10 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part
-from acm_compiler.acm.gated_learners import GATED, gate_call, norm_of
+from acm_compiler.acm.gated_learners import GATED, gate_call
 from acm_compiler.acm.ops import GATE, LEARNERS, LIBRARY
-from acm_compiler.acm.reference import Norm, Weights
+from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen import gpu
-from acm_compiler.codegen.gpu.calls.operators import normed_kind
 from acm_compiler.codegen.gpu.dispatch import Histogram
 from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
 from acm_compiler.codegen.gpu.launch import plan_of
@@ -69,12 +68,11 @@ def learners(*tensors: Any, form: str, act: str) -> Tensor | None:
     """Launches of `acm::learners`."""
     call = LearnersArguments(*tensors)
     weights = Weights(*part(LearnerWeights, call), act=act, form=form)
-    kind = form, act, call.x.dtype, tuple(call.w_in.shape)
-    return _launched(call, weights, None, None) if _can_launch(call, weights, None, kind) else None
+    return _launched(call, weights, None) if _can_launch(call, weights) else None
 
 
 def _gate(*tensors: Any, **choices: Any) -> Tensor | None:
-    choice = _chosen(GateArguments(*tensors), None, **choices)
+    choice = _chosen(GateArguments(*tensors), **choices)
     return None if choice is None else choice.k
 
 
@@ -82,27 +80,25 @@ def _gated(
     *tensors: Any, form: str, act: str, norm_eps: float | None = None, norm_centred: bool = True, **choices: Any
 ) -> Tensor | None:
     call = GatedArguments(*tensors)
-    norm = norm_of(call, norm_eps, norm_centred)
     weights = Weights(*part(LearnerWeights, call), act=act, form=form)
     # first of all learners: a gate by itself would leave launches behind
-    kind = (form, act, call.x.dtype, tuple(call.w_in.shape)) if norm is None else normed_kind(call, form, act)
-    if not _can_launch(call, weights, norm, kind):
+    if norm_eps is not None or not _can_launch(call, weights):
         return None
-    choice = _chosen(gate_call(call, call.x), norm, **choices)
+    choice = _chosen(gate_call(call, call.x), **choices)
     if choice is None:
         return None
     apart = LearnersArguments(call.x, choice.k, *part(LearnerWeights, call), call.residual)
-    return _launched(apart, weights, norm, choice.histogram)
+    return _launched(apart, weights, choice.histogram)
 
 
-def _launched(call: LearnersArguments, weights: Weights, norm: Norm | None, histogram: Histogram | None) -> Tensor:
+def _launched(call: LearnersArguments, weights: Weights, histogram: Histogram | None) -> Tensor:
     x, residual = by_rows(call.x), None if call.residual is None else by_rows(call.residual)
-    spec, machine = spec_of(x, weights, residual, norm=norm), machine_in_graphs(x.device)
-    plan, k = plan_of(spec, weights, norm, machine, x.shape[0]), call.k.contiguous()
+    spec, machine = spec_of(x, weights, residual), machine_in_graphs(x.device)
+    plan, k = plan_of(spec, weights, machine, x.shape[0]), call.k.contiguous()
     return plan(x, k, residual, plan.order(k, histogram, x))
 
 
-def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm: Norm | None, kind: Hashable) -> bool:
+def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights) -> bool:
     """True if kernels run these learners and Triton has built them: a failure would end Inductor's compilation."""
     x, shape = call.x, tuple(weights.w_in.shape)
     machine = machine_in_graphs(x.device)
@@ -115,7 +111,7 @@ def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm
     }
     if gpu.not_covered(**facts, is_quantized=weights.is_quantized) is not None:
         return False
-    spec = spec_of(x, weights, call.residual, norm=norm)
+    spec = spec_of(x, weights, call.residual)
     if stays_whole(spec, x):
         return False
 
@@ -123,12 +119,12 @@ def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights, norm
         own = Weights(*map(empty, weights.tensors), act=weights.act, form=weights.form)
         row = empty(x, 1)
         k, beside = row.new_zeros(1, dtype=torch.int32), None if call.residual is None else empty(call.residual, 1)
-        plan_of(spec, own, _own_norm(norm), machine, x.shape[0])(row, k, beside)
+        plan_of(spec, own, machine, x.shape[0])(row, k, beside)
 
-    return builds(kind, (spec, machine, size(x)), build)
+    return builds((weights.form, weights.act, x.dtype, shape), (spec, machine, size(x)), build)
 
 
-def _chosen(call: GateArguments, norm: Norm | None, **choices: Any) -> Choice | None:
+def _chosen(call: GateArguments, **choices: Any) -> Choice | None:
     x, w_inner = by_rows(call.x), call.w_inner
     machine = gpu.machine_of(x.device)
     dtypes, width = (x.dtype, w_inner.dtype), w_inner.shape[0]
@@ -137,13 +133,12 @@ def _chosen(call: GateArguments, norm: Norm | None, **choices: Any) -> Choice | 
 
     def build() -> None:
         own = GateArguments(empty(x, 1), *(empty(tensor) for tensor in call[1:]))
-        plan = GatePlan(own, **choices, machine=machine, norm=_own_norm(norm), tokens=x.shape[0])
+        plan = GatePlan(own, **choices, machine=machine, tokens=x.shape[0])
         plan(own.x, own.knob, own.k_lo, own.k_hi)
 
-    kind_of_norm = None if norm is None else norm.centred
-    if not builds((dtypes, width), (*choices.values(), *map(_shape, call[1:5]), kind_of_norm, size(x)), build):
+    if not builds((dtypes, width), (*choices.values(), *map(_shape, call[1:5]), size(x)), build):
         return None
-    plan = GatePlan(call._replace(x=x), **choices, machine=machine, norm=norm)
+    plan = GatePlan(call._replace(x=x), **choices, machine=machine)
     return plan(x, call.knob, call.k_lo, call.k_hi)
 
 
@@ -183,10 +178,6 @@ def stays_whole(spec: KernelSpec, x: Tensor) -> bool:
     if tokens is None or tokens * spec.learners * spec.width < _LEAST or V.aot_compilation:
         return False
     return choose_tiles(spec, machine.arch, tokens, machine.processors, turns=machine.turns).layer1.turns
-
-
-def _own_norm(norm: Norm | None) -> Norm | None:
-    return None if norm is None else replace(norm, weight=empty(norm.weight), bias=empty(norm.bias))
 
 
 def empty(tensor: Any, rows: int | None = None) -> Any:

@@ -40,7 +40,7 @@ def _warm_learners(acm: ACM) -> int:
         if find_plan(weights.tensors, kind) is not None:
             continue
         with on_device_of(x_TD), building(), gpu.unless_unbuilt(tuple(facts.values())):
-            plan = plan_of(spec_of(x_TD, weights, None), aliases_of(weights), None, machine, 1 << bucket)
+            plan = plan_of(spec_of(x_TD, weights, None), aliases_of(weights), machine, 1 << bucket)
             plan(x_TD, k_T, None)
             keep_plan(weights.tensors, kind, plan)
             made += 1

@@ -177,7 +177,7 @@ class BackwardPlan:
         self._every, self._branches = every, branches_of(spec)
         self._d_in = spec.d_in
         self._sort = Sort(spec.learners, bucket)
-        self._rows = tuple(Rows(width, in_order=True, norm=None) for width in (spec.d_in, spec.d_out))
+        self._rows = Rows(spec.d_in), Rows(spec.d_out)
         self._hidden: _Fused | _Reached | _Branches
         if is_fused(spec, apart=apart):
             self._hidden = _Fused(spec, machine, tiles.layer1)

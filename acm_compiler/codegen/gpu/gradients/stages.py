@@ -42,7 +42,7 @@ _BIASES, _SUMMED = 64, 16  # columns and rows of a block of parts of them
 
 def first_spec(spec: KernelSpec) -> KernelSpec:
     """One branch of the first layer, without an activation, and its transpose as a second layer."""
-    return replace(spec, form="mlp", act="identity", d_out=spec.d_in, residual=False, norm=False, second="shared")
+    return replace(spec, form="mlp", act="identity", d_out=spec.d_in, residual=False, second="shared")
 
 
 def second_spec(spec: KernelSpec) -> KernelSpec:

@@ -254,11 +254,11 @@ GATE_TYPES = {"bf16": ("bf16", "bf16"), "mixed": ("bf16", "fp32"), "turned": ("f
 
 
 def gates_of(types: str, sizes, counts) -> list[tuple[GateSpec, int]]:
-    """Gates of every size with how many tokens they serve, of 2 and of 16 learners."""
+    """Gates of every size with how many tokens they serve, of 4 and of 16 learners."""
     dtype, gate_dtype = GATE_TYPES[types]
     return [
         (replace(GATE, dtype=dtype, gate_dtype=gate_dtype, width=width, d_in=d_in, columns=columns), tokens)
-        for (width, d_in), columns, tokens in itertools.product(sizes, (17, 3), counts)
+        for (width, d_in), columns, tokens in itertools.product(sizes, (17, 5), counts)
     ]
 
 

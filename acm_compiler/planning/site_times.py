@@ -43,8 +43,8 @@ DEVICES = {
     "h100": Device(name="H100", flops_per_s=989e12, bytes_per_s=3.35e12, processors=132),
     "h200": Device(name="H200", flops_per_s=989e12, bytes_per_s=4.8e12, processors=132),
 }
-LAUNCH_S, OUR_LAUNCH_S = 4e-6, 7e-6
-"""Expected times of a launch by itself, of torch's kernels and of these."""
+LAUNCH_S, OUR_LAUNCH_S, ONE_LAUNCH_S = 4e-6, 7e-6, 5e-6
+"""Expected times of a launch by itself, of torch's kernels, of these, and of those for one token."""
 DENSE_RATE, OUR_RATE, TURNS_RATE, MEMORY_RATE = 0.75, 0.65, 0.75, 0.75
 """Shares of the data sheet's rates that dense products, these kernels (also where groups of warps take turns) and
 memory are expected to reach.
@@ -139,10 +139,11 @@ def acm_s(site: PlannedSite, device: Device, share: float) -> float:
     if tokens > _SORTED:
         launches += 1
         spent += _copy_s(device, 2 * tokens * site.d_in)
-    spent += launches * OUR_LAUNCH_S
+    alone = tokens == 1 and _has_one_second_layer(site)
+    spent += launches * (ONE_LAUNCH_S if alone else OUR_LAUNCH_S)
     if site.is_sliced:
         return spent + _product_s(device, OUR_RATE, tokens, site.d_out, site.d_in, share=share)
-    if _is_split(site, hidden, device):
+    if not alone and _is_split(site, hidden, device):
         spent += _SUM_S
     first = hidden * (2 if site.kind == "gated_mlp" else 1)
     spent += _product_s(device, rate, tokens, first, site.d_in, share=share)
@@ -153,8 +154,11 @@ def _our_rate(site: PlannedSite, device: Device) -> float:
     """Share of the device's rate that both layers' products reach: more where tiles enough take turns."""
     tile, narrowest = max(_TILES), min(site.learners * site.width, site.d_out)
     fills = ceil(site.tokens / tile) * ceil(narrowest / tile) >= device.processors
-    plain = site.second_layer in ("shared", "original") and not site.is_sliced
-    return TURNS_RATE if device.takes_turns and fills and plain else OUR_RATE
+    return TURNS_RATE if device.takes_turns and fills and _has_one_second_layer(site) else OUR_RATE
+
+
+def _has_one_second_layer(site: PlannedSite) -> bool:
+    return site.second_layer in ("shared", "original") and not site.is_sliced
 
 
 def _is_split(site: PlannedSite, hidden: int, device: Device) -> bool:

@@ -42,7 +42,7 @@ def test_parts_of_a_sum_fill_the_last_wave_where_there_are_rows_enough_to_pay_fo
 
 
 # hidden was timed with a few; kept values come on top of an epilogue that fills all registers
-SPILLS = {"hidden": 12, "layer1 kept": 48}
+SPILLS = {"hidden": 12, "layer1 kept": 56}
 
 
 def require_good(spec, arch: int, kernels) -> None:

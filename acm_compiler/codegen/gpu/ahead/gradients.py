@@ -121,7 +121,8 @@ def _kept(spec: KernelSpec, machine: Machine, tokens: int) -> list[Kernel]:
     """The forward's first layer that keeps what a backward reads, and what that makes of it."""
     tiles = choose_tiles(spec, machine.arch, tokens, machine.processors, turns=machine.turns)
     in_order = tiles.layer1.turns or permutes_rows(spec, machine)
-    kernels = [layer1_built(spec, machine, tiles.layer1, in_order=in_order, keeps=True)]
+    keeps = spec.form == "gated" or spec.act != "identity"  # else h is all that there is
+    kernels = [layer1_built(spec, machine, tiles.layer1, in_order=in_order, keeps=keeps)]
     tile = product_tiles(spec, machine, tokens, apart=True).layer1
     if not reaches_in_turn(spec, tile):
         return [*kernels, layer1_built(second_spec(spec), machine, tile, in_order=True, turned=True), _branches(spec)]

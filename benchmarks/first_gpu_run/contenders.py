@@ -105,9 +105,9 @@ def site_of(shape: Shape, device: Device) -> Site:
 
 
 def draw_k(site: Site, fraction: float) -> Tensor:
-    """k of every token with mean N * fraction: weights exp(m k), m by bisection; constant at 0 and 1."""
+    """k of every token with mean N * fraction: weights exp(m k), m by bisection; one k at 0 and 1 and of one token."""
     n, tokens, device = site.shape.learners, site.shape.tokens, site.x.device
-    if fraction in (0.0, 1.0):
+    if fraction in (0.0, 1.0) or tokens == 1:
         return torch.full((tokens,), round(fraction * n), dtype=torch.int32, device=device)
     k = torch.arange(n + 1, dtype=torch.float64)
     low, high = -60.0, 60.0

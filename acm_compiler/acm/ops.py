@@ -123,7 +123,7 @@ def _kernels_rule(x_TD: Tensor) -> Differentiated | None:
 
 
 def is_vector_call(x_TD: Tensor, weights: Weights) -> bool:
-    """True if such a kernel is there for a call of one token whose k is known."""
+    """True for a call of one token, without gradients, whose learners such kernels run; its k must be known."""
     if x_TD.shape[0] != 1 or x_TD.device.type not in VECTOR_KERNELS or torch.is_grad_enabled():
         return False
     known = weights.act in ACTIVATIONS and x_TD.dtype in (torch.bfloat16, torch.float16, torch.float32)

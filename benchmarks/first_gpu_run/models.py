@@ -24,7 +24,7 @@ VIT = {"image_size": 224, "patch_size": 16, "num_heads": 12, "hidden_dim": 768, 
 TINY_VIT = {"image_size": 32, "patch_size": 8, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
 VOCABULARY = 2000
 CALIBRATED_LAYERS = 1
-WHOLE = {"ViT-B": (128, 1), "Llama-8B, 4 layers": (1, 2048)}  # images, tokens
+MODELS = {"ViT-B": (128, 1), "Llama-8B, 4 layers": (1, 2048)}  # batches: images, tokens
 MODES = ("reduce-overhead", "compiled", "eager")
 KS = (None, 2, 1, 4)
 MOST_KERNELS = 15  # that are named
@@ -66,7 +66,7 @@ def started_us(call: Callable[[], object], device: Device) -> float:
 
 def build(device: Device) -> Iterator[Row]:
     """Each model compiled in each mode by a process of its own: those that time them find it in Inductor's cache."""
-    cases = [(name, batch) for name, batches in WHOLE.items() for batch in batches]
+    cases = [(name, batch) for name, batches in MODELS.items() for batch in batches]
     for (name, batch), mode, kind in device.mine(product(device.some(cases), MODES[:2], ("ACM", "dense"))):
         start = time.perf_counter()
         dense, converted, inputs = made(name, device, batch)
@@ -82,7 +82,7 @@ def build(device: Device) -> Iterator[Row]:
 
 def whole(device: Device, name: str) -> Iterator[Row]:
     """A model's forward by CUDA graphs, compiled, and in eager mode, with free gates and at every k; kernels of one."""
-    for batch in WHOLE[name][: None if device.is_cuda else 1]:
+    for batch in MODELS[name][: None if device.is_cuda else 1]:
         dense, converted, inputs = made(name, device, batch)
         acm.set_k(converted, None)
         with torch.no_grad(), acm.record(converted) as usage:
@@ -173,7 +173,7 @@ def calibration(device: Device) -> Iterator[Row]:
 
 
 def made(name: str, device: Device, batch: int) -> tuple[nn.Module, nn.Module, Inputs]:
-    """A model of `WHOLE`, dense and converted, and its inputs; of two examples in a dry run."""
+    """A model of `MODELS`, dense and converted, and its inputs; of two examples in a dry run."""
     make = vit_of if name == "ViT-B" else llama_of
     return make(device, batch=batch if device.is_cuda else 2)
 

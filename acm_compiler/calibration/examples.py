@@ -28,6 +28,8 @@ MaskOf = Callable[[Any], Tensor | None]
 _HELD_OUT, _MEASURED = 6, 4096
 # tokens that are run at once on a CPU, for memory: forwards of so few take longer for each token
 _AT_ONCE = 192
+# what a model may be told of every token
+_OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 # batches that serve for both where there are too few to hold one out
 _SHARED = 2
 # numbers of a tensor by which processes see that they read the same
@@ -38,7 +40,8 @@ class Examples:
     """Batches as (inputs, mask) pairs; a sixth is held out of the fit, or less where that were more than 4,096 tokens.
 
     tokens: how many will be read; 0 holds none out. apart: the model treats every row of a batch alone, so batches may
-    be run in parts, as those held out are.
+    be run in parts, as those held out are: without padding that none of a part needs, if batches of several lengths
+    were read.
     """
 
     def __init__(self, batches: Iterable[Example], *, tokens: int = 0, apart: bool = False) -> None:
@@ -51,7 +54,7 @@ class Examples:
         for place, (inputs, mask) in enumerate(_alike(self._batches), start=1):
             example = (_plain(inputs), None if mask is None else _plain(mask))
             if self._every and place % self._every == 0:
-                self._held_out += in_parts(example) if self.apart else [example]
+                self._held_out.append(example)
                 continue
             self.fitted.append(example)
             yield example
@@ -63,24 +66,55 @@ class Examples:
     @property
     def held_out(self) -> list[Example]:
         """Batches for measuring; the first ones of the fit where there are too few to hold any out."""
-        return self._held_out or self.fitted[:_SHARED]
+        if not self.apart or not self._held_out:
+            return self._held_out or self.fitted[:_SHARED]
+        takes_any_length = len({tokens_shape(example)[1:] for example in self.fitted}) > 1
+        return [part for example in self._held_out for part in in_parts(example, shortened=takes_any_length)]
 
 
-def in_parts(example: Example) -> list[Example]:
+def in_parts(example: Example, *, shortened: bool = False) -> list[Example]:
     """The rows of token numbers [B, S] in batches of at most 192 tokens, padding counted; other batches are whole.
 
     What a model of a large vocabulary gives for a thousand tokens, and what its gradients keep, takes gigabytes.
+    shortened: rows of like length are put together, and columns that are padding in all of them are left out.
     """
-    inputs, mask = example
-    leaves = [leaf for leaf in tree_leaves((inputs, mask)) if isinstance(leaf, Tensor)]
-    shape = next((leaf.shape for leaf in leaves if leaf.dim() == 2 and not leaf.is_floating_point()), None)
-    if shape is None or any(leaf.shape[:2] != shape or leaf.device.type != "cpu" for leaf in leaves):
+    leaves, shape = _tensors(example), tokens_shape(example)
+    if not shape or any(leaf.shape[:2] != shape or leaf.device.type != "cpu" for leaf in leaves):
         return [example]
-    rows = max(1, _AT_ONCE // max(1, shape[1]))
-    cuts = [slice(at, at + rows) for at in range(0, shape[0], rows)]
-    if len(cuts) <= 1:
+    lengths = _lengths(example[0]) if shortened else None
+    columns = lengths or [shape[1]] * shape[0]
+    parts: list[list[int]] = []
+    for row in sorted(range(shape[0]), key=lambda row: -columns[row]):
+        if parts and (len(parts[-1]) + 1) * columns[parts[-1][0]] <= _AT_ONCE:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    if not lengths and len(parts) <= 1:
         return [example]
-    return [tree_map_only(Tensor, operator.itemgetter(cut), example) for cut in cuts]
+    cuts = [operator.itemgetter((rows, slice(columns[rows[0]]))) for rows in parts]
+    return [tree_map_only(Tensor, cut, example) for cut in cuts]
+
+
+def _lengths(inputs: Inputs) -> list[int] | None:
+    """The columns of each row up to its last real token, by the model's own mask of tokens; None where none is given.
+
+    Nor where it may be given rows of another kind, such as those of a decoder.
+    """
+    mask = inputs.get("attention_mask") if isinstance(inputs, dict) and inputs.keys() <= _OF_TOKENS else None
+    if mask is None or mask.dim() != 2:
+        return None
+    last_B = (mask.bool() * torch.arange(1, mask.shape[1] + 1)).amax(1)
+    return [int(last) for last in last_B.clamp_min(1)]
+
+
+def _tensors(example: Example | None) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+
+
+def tokens_shape(example: Example) -> tuple[int, ...]:
+    """[B, S] of the first token numbers in a batch; empty where it holds none."""
+    shapes = (leaf.shape for leaf in _tensors(example) if leaf.dim() == 2 and not leaf.is_floating_point())
+    return tuple(next(shapes, ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +129,14 @@ class Share:
     cut: bool = False
 
 
-def shares(example: Example, *, apart: bool, whole: bool) -> Iterator[Share]:
+def shares(example: Example, *, apart: bool, whole: bool, shortened: bool) -> Iterator[Share]:
     """This process's shares of a batch; all processes have as many, and together they are the batch.
 
     apart: as of `Examples`; other batches are not shared out, the first process runs them. whole: not `in_parts`.
+    shortened: as of these.
     """
-    parts, world, rank = in_parts(example) if apart and not whole else [example], ranks.world(), ranks.rank()
+    world, rank = ranks.world(), ranks.rank()
+    parts = in_parts(example, shortened=shortened) if apart and not whole else [example]
     rows = _rows(example) if apart and len(parts) == 1 else 0
     if world > 1 and rows > 1:
         low, high = (rows * place // world for place in (rank, rank + 1))
@@ -131,14 +167,14 @@ def _alike(batches: Iterable[Example]) -> Iterator[Example]:
 
 def _mark(example: Example | None) -> tuple[Any, ...]:
     """The shape of each tensor of a batch, and a digest of its first numbers."""
-    leaves = [leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)]
+    leaves = _tensors(example)
     heads = [leaf.detach().flatten()[:_MARKED].cpu().contiguous().view(torch.uint8) for leaf in leaves]
     return tuple(leaf.shape for leaf in leaves), tuple(zlib.crc32(head.numpy().tobytes()) for head in heads)
 
 
 def _rows(example: Example) -> int:
     """The number of rows that all tensors of a batch have, 0 where they have not."""
-    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tree_leaves(example) if isinstance(leaf, Tensor)}
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in _tensors(example)}
     return sizes.pop() if len(sizes) == 1 else 0
 
 

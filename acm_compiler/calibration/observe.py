@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import FastLinears, exactly, no_autocast
 from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, random_directions, run
-from acm_compiler.calibration.examples import Share, shares
+from acm_compiler.calibration.examples import Share, shares, tokens_shape
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
@@ -87,9 +87,13 @@ def _in_turn(
     examples: Iterable[Example], taps: _Taps, enough: Callable[[], bool], *, apart: bool
 ) -> Iterator[tuple[Share, bool]]:
     """Shares of batches that are run at once, and True with those that are run forward alone."""
+    lengths: set[tuple[int, ...]] = set()
     for example in examples:
         alone = taps.forward_alone or enough()
-        yield from ((share, alone) for share in shares(example, apart=apart, whole=alone))
+        takes_any_length = len(lengths) > 1
+        for share in shares(example, apart=apart, whole=alone, shortened=takes_any_length):
+            yield share, alone
+        lengths.add(tokens_shape(example)[1:])
 
 
 def _observe_share(

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
@@ -25,6 +26,22 @@ _WRITERS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 # keys of configs that give linears biases, which no GGUF file names, by the part of a block that these belong to
 _BIASES = {"mlp_bias": "ffn_", "attention_bias": "attn_"}
 _FIRST_BLOCK, _NAMES = b"blk.0.", 2**22  # how its tensors are named, and the bytes that all names take at most
+
+
+@contextlib.contextmanager
+def parsed_once() -> Iterator[None]:
+    """Keep what the package gguf has parsed until the end: transformers asks for it again and again.
+
+    It opens a file for its config and once more for its weights, and maps the names of tensors for every module of the
+    model: seconds each time.
+    """
+    with contextlib.ExitStack() as kept:
+        if find_spec("gguf") is not None:
+            import gguf
+
+            for name in ("GGUFReader", "get_tensor_name_map"):
+                kept.enter_context(mock.patch.object(gguf, name, lru_cache(getattr(gguf, name))))
+        yield
 
 
 def read_config(path: Path, **changes: Any) -> tuple[Any, list[str]]:

@@ -39,6 +39,11 @@ def check(config: ModelConfig) -> None:
 def build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     """The model at `config.name`, built by its auto class; code that comes with it runs only if `config` says so."""
     refuse_names(config)
+    with from_gguf.parsed_once():
+        return _build(config, weights=weights, device=device)
+
+
+def _build(config: ModelConfig, *, weights: bool, device: Device) -> Found:
     opened = _open_gguf(config) if config.gguf else _open(config)
     settings = opened.settings
     auto = _auto_class(config.auto_class or opened.auto_class, settings)

@@ -30,6 +30,7 @@ from acm_compiler.runtime.control import relax, set_k
 from acm_compiler.runtime.usage import record as use_of
 from acm_compiler.site import Layout
 from tests.helpers.calibration_tiny import make_tiny, observed, texts
+from tests.helpers.decoders import llama
 from tests.helpers.models import WIDTH, Flattened, Mlp, Residual, Stack, example
 
 
@@ -337,6 +338,46 @@ def test_rows_of_many_tokens_are_run_in_parts_where_much_is_kept_of_them():
     assert [len(inputs["input_ids"]) for inputs, _ in Examples([*batches], tokens=9).read(lambda: False)] == [6] * 7
 
 
+def ragged(lengths, columns):
+    """A batch of numbered tokens, rows of these lengths before padding."""
+    mask = torch.arange(columns) < torch.tensor(lengths)[:, None]
+    ids = torch.arange(1, len(lengths) * columns + 1).view(-1, columns) * mask
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_held_out_rows_come_without_padding_where_batches_of_several_lengths_were_read(given):
+    lengths = [90, 20, 3, 90, 0, 20, 60]
+    batches = [(ragged([8, 8], 8 + 2 * number), None) for number in range(5)]
+    held_out = ragged(lengths, 90)
+    batches.append((held_out, held_out["attention_mask"].bool() if given else None))
+    examples = Examples([*batches, (ragged([8], 8), None)], tokens=9, apart=True)
+    list(examples.read(lambda: False))
+    parts = examples.held_out
+    assert [tuple(inputs["input_ids"].shape) for inputs, _ in parts] == [(2, 90), (3, 60), (2, 3)]
+    rows = [row[row > 0].tolist() for inputs, _ in parts for row in inputs["input_ids"]]
+    assert sorted(rows) == sorted(row[row > 0].tolist() for row in held_out["input_ids"])
+    for inputs, mask in parts:
+        assert torch.equal(inputs["attention_mask"] > 0, inputs["input_ids"] > 0)
+        assert (mask is not None) is given and (mask is None or torch.equal(mask, inputs["input_ids"] > 0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"decoder_input_ids": torch.ones(6, 90, dtype=torch.int64)},  # which the mask does not speak of
+        {"attention_mask": torch.ones(6, 90, 90)},  # of one row per query
+        {"attention_mask": None},
+    ],
+)
+def test_held_out_rows_keep_columns_that_the_mask_of_tokens_does_not_rule(changes):
+    held_out = {name: value for name, value in (ragged([9] * 6, 90) | changes).items() if value is not None}
+    batches = [(ragged([8, 8], 8 + 2 * number), None) for number in range(5)]
+    examples = Examples([*batches, (held_out, None)], tokens=9, apart=True)
+    list(examples.read(lambda: False))
+    assert [tuple(inputs["input_ids"].shape) for inputs, _ in examples.held_out] == [(2, 90)] * 3
+
+
 def test_batches_in_parts_have_the_statistics_of_whole_ones(monkeypatch):
     monkeypatch.setattr(examples_module, "_AT_ONCE", 12)
     sizes, records = {}, {}
@@ -354,6 +395,24 @@ def test_batches_in_parts_have_the_statistics_of_whole_ones(monkeypatch):
             parts.metric.value(12, parts.home), whole.metric.value(12, whole.home), rtol=1e-4, atol=1e-6
         )
         assert torch.equal(parts.sample.vectors, whole.sample.vectors)
+
+
+def test_rows_without_padding_have_the_moments_of_padded_ones(monkeypatch):
+    monkeypatch.setattr(examples_module, "_AT_ONCE", 12)
+    original = llama()
+    batches = [ragged([6, 2, 6], 6), ragged([5, 5, 5], 5), ragged([9, 2, 3, 0], 9), ragged([2, 9], 9)]
+    batches = [batch | {"input_ids": batch["input_ids"] % original.config.vocab_size} for batch in batches]
+    records, ran = {}, []
+    for apart in (False, True):
+        model, asked = rewrite(original, plan(original, batches[0], sites=["mlp"])), iter([False, False, False, True])
+        model.model.embed_tokens.register_forward_pre_hook(lambda module, args: ran.append(tuple(args[0].shape)))
+        records[apart], seen = observed(model, batches, enough=lambda asked=asked: next(asked), apart=apart)
+        assert (seen.examples, seen.judged) == (12, 10)
+    assert ran == [(3, 6), (3, 5), (4, 9), (2, 9)] + [(2, 6), (1, 6), (2, 5), (1, 5), (1, 9), (3, 3), (2, 9)]
+    for name, whole in records[False].items():
+        parts = records[True][name].moments
+        assert parts.count == whole.moments.count == 14 + 15 + 14 + 11
+        torch.testing.assert_close(parts.covariance, whole.moments.covariance, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,17 @@ def test_weights_are_those_that_were_written_and_those_that_transformers_loads(f
     assert not getattr(built.model, "is_quantized", False)
 
 
+def test_a_file_is_parsed_once_for_config_and_weights(folder, monkeypatch):
+    package, opened = pytest.importorskip("gguf"), []
+    reader, names = package.GGUFReader, package.get_tensor_name_map
+    monkeypatch.setattr(package, "GGUFReader", lambda path: opened.append(path) or reader(path))
+    monkeypatch.setattr(package, "get_tensor_name_map", lambda *wanted: opened.append("names") or names(*wanted))
+    watched = package.GGUFReader, package.get_tensor_name_map
+    build(gguf(folder))
+    assert sorted(map(str, opened)) == sorted([str(folder / "small.gguf"), "names"])
+    assert (package.GGUFReader, package.get_tensor_name_map) == watched
+
+
 @pytest.mark.parametrize("biases", [{"mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}])
 def test_biases_that_the_file_holds_are_read(tmp_path, biases):
     model = small_llama(**biases)

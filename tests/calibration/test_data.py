@@ -408,7 +408,7 @@ def test_rows_without_padding_have_the_moments_of_padded_ones(monkeypatch):
         model.model.embed_tokens.register_forward_pre_hook(lambda module, args: ran.append(tuple(args[0].shape)))
         records[apart], seen = observed(model, batches, enough=lambda asked=asked: next(asked), apart=apart)
         assert (seen.examples, seen.judged) == (12, 10)
-    assert ran == [(3, 6), (3, 5), (4, 9), (2, 9)] + [(2, 6), (1, 6), (2, 5), (1, 5), (1, 9), (3, 3), (2, 9)]
+    assert ran == [(3, 6), (3, 5), (4, 9), (2, 9), (2, 6), (1, 6), (2, 5), (1, 5), (1, 9), (3, 3), (2, 9)]
     for name, whole in records[False].items():
         parts = records[True][name].moments
         assert parts.count == whole.moments.count == 14 + 15 + 14 + 11

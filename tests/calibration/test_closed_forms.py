@@ -188,6 +188,16 @@ def test_an_mlp_that_never_fires_is_its_bias():
     torch.testing.assert_close(fit.b_out, hidden.b_O.expand(N + 1, -1))
 
 
+def test_activations_that_vary_by_rounding_alone_are_ordered_and_keep_the_dense_layer():
+    # a covariance of rounding errors is not even positive
+    noise = 1e-15 * torch.randn(F, F, dtype=torch.float64)
+    hidden = replace(seen(torch.ones(T, F, dtype=torch.float64)), c_FF=noise + noise.T)
+    order = neuron_order(hidden.c_FF, hidden.w_OF, F)
+    fit = fit_second_layer(hidden, order, "shared", learners=N, width=H)
+    assert sorted(order.tolist()) == list(range(F))
+    torch.testing.assert_close(fit.w_out.flatten(1), hidden.w_OF[:, order], rtol=0.1, atol=0.1)
+
+
 def brute_force_order(c, w, count):
     """Forward selection by trying every neuron, with the same ridge."""
     ridge = RIDGE * c.diagonal().mean()

@@ -22,6 +22,7 @@ from acm_compiler.calibration.learners.fit_learners import ENOUGH_TOKENS
 from acm_compiler.calibration.learners.slices import Fit, fit_pairs
 from acm_compiler.calibration.observe import Seen, observe, reading
 from acm_compiler.calibration.records import SiteRecord
+from acm_compiler.errors import TrainingFailed
 from acm_compiler.passes.rewrite.build_acm import fitted_learners
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
@@ -71,6 +72,13 @@ def fit_all(
         seen_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
         passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
+        if not math.isfinite(seen.energy):
+            raise TrainingFailed(
+                "the model's answer is not finite on this data",
+                found=f"a squared norm of {seen.energy}",
+                fix="look for such values in the data and in the model's weights, or run it in a wider floating type; "
+                "where they are meant, as in a mask of logits, give answer= that leaves them out",
+            )
         if number == 1 and not (seen.energy > 0 and seen.has_gradients):
             warnings.warn(_NO_GRADIENT if seen.energy > 0 else _NO_ANSWER, stacklevel=4)
         progress.finish(

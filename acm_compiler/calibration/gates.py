@@ -32,6 +32,10 @@ _PASSES, _FEWEST = 32, 50
 # Adam moves every weight alike, so what a step does to a hidden unit grows with its inputs: the rate is _SPEED over
 # their number, within bounds
 _SPEED, _SLOWEST, _FASTEST = 1.5, 4e-3, 2e-2
+# weights of the first layer, for inputs of spread 1, stay below this
+_LARGEST = 8.0
+# a token does no more to a step than if it did so many times the damage that is expected of it
+_STEEPEST = 1e3
 # damages far below a choice's mean are as good as none; also keeps the log finite where a choice is exact
 _FLOOR, _FLOOR_OF_ALL = 1e-3, 1e-9
 
@@ -46,7 +50,9 @@ def fit_gates(gates: Sequence[Gate], x_TD: Tensor, damages: Sequence[Tensor], *,
     """
     mean_D, spread_D = x_TD.mean(0), x_TD.std(0, unbiased=False)
     # what varies less than rounding does is constant: a class token before it has met another one
-    spread_D += torch.maximum(1e-3 * _rms(spread_D), 1e-4 * _rms(x_TD)).clamp_min(1e-9)
+    # and the gate's own type, which may be float16, has to hold weights over it
+    least = max(1e-9, _LARGEST / torch.finfo(gates[0].inner.weight.dtype).max)
+    spread_D += torch.maximum(1e-3 * _rms(spread_D), 1e-4 * _rms(x_TD)).clamp_min(least)
     z_TD = ((x_TD - mean_D) / spread_D).float()
     students = [_Student(gate, damage_TC, seed) for gate, damage_TC in zip(gates, damages, strict=True)]
     steps = min(steps, max(_FEWEST, _PASSES * len(z_TD) // _BATCH))
@@ -113,8 +119,12 @@ def _rms(values: Tensor) -> Tensor:
 
 
 def gamma_loss(score_TC: Tensor, damage_TC: Tensor) -> Tensor:
-    """mean(e exp(-o) + o), least where exp(o) is the mean of e; single terms are bounded for the first steps' sake."""
-    return ((damage_TC * torch.exp(-score_TC)).clamp(max=1e3) + score_TC).mean()
+    """mean(e exp(-o) + o), least where exp(o) is the mean of e.
+
+    Slopes of single terms are bounded for the first steps' sake: where e is far above exp(o), a straight line goes on.
+    """
+    excess_TC = F.relu(damage_TC.log() - score_TC - math.log(_STEEPEST))
+    return (damage_TC * torch.exp(-score_TC - excess_TC) + _STEEPEST * excess_TC + score_TC).mean()
 
 
 # the budgets compared, as places between the lowest with one learner everywhere and 1

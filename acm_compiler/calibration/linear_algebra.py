@@ -9,11 +9,24 @@ import torch
 from torch import Tensor
 
 _TINY, _ROUNDING = torch.finfo(torch.float64).tiny, 1e-7
+# features are as large as most are up to a factor; where nearly all are dead, this part of their mean still counts
+_LOUDEST, _USUAL, _LEAST = 100.0, 0.9, 1e-6
 
 
 def mean_diagonal(c_FF: Tensor) -> Tensor:
     """Mean of the diagonal, a positive scalar also for a zero matrix."""
     return c_FF.diagonal().mean().clamp_min(_TINY)
+
+
+def usual_diagonal(c_FF: Tensor) -> Tensor:
+    """Mean of the diagonal, of what is far above nine tenths of it no more than a hundred times that.
+
+    A ridge is a part of it. A few features that are thousands of times as large as all others, as language models have,
+    would make one of their mean so large that it buries the others.
+    """
+    diagonal_F = c_FF.diagonal()
+    usual = diagonal_F.minimum(_LOUDEST * diagonal_F.quantile(_USUAL)).mean()
+    return torch.maximum(usual, _LEAST * mean_diagonal(c_FF))
 
 
 def solve(a_FF: Tensor, b_FO: Tensor) -> Tensor:
@@ -43,11 +56,11 @@ def thin_factors(c_FF: Tensor) -> tuple[Tensor, Tensor]:
     return vectors * values, (vectors / values).T
 
 
-def square_factors(c_FF: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """R and R^-1 with R R^T = c plus `ridge` times its mean diagonal, c symmetric positive semi-definite.
+def square_factors(c_FF: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
+    """R and R^-1 with R R^T = c plus a ridge, c symmetric positive semi-definite.
 
     R is not symmetric, but for all that is invariant under rotations it does what the root c^1/2 does, with less work.
     """
     same_FF = torch.eye(len(c_FF), dtype=c_FF.dtype, device=c_FF.device)
-    root = cholesky(c_FF + ridge * mean_diagonal(c_FF) * same_FF)
+    root = cholesky(c_FF + ridge * same_FF)
     return root, torch.linalg.solve_triangular(root, same_FF, upper=False)

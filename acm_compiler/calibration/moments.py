@@ -64,8 +64,8 @@ class Moments:
 
     @property
     def is_finite(self) -> bool:
-        """True if everything seen so far was finite."""
-        return bool(self._sum.isfinite().all())
+        """True if everything seen so far was finite, and its squares."""
+        return bool(self._sum.isfinite().all()) and self._products.is_finite
 
     def join(self, features: int, home: torch.device) -> None:
         """Become the moments of what all processes saw."""

@@ -115,7 +115,7 @@ class SiteRecord:
                 where=self.site.name,
                 fix="look for such values in its weights and in the data, or run it in a wider floating type",
             )
-        if not self.metric.is_finite:
+        if not (self.metric.is_finite and self.heard.is_finite):
             raise TrainingFailed(
                 "the gradient of the model's output is not finite here",
                 where=self.site.name,

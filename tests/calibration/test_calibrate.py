@@ -336,6 +336,12 @@ def test_a_site_that_never_ran_is_named():
     refused(DataError, r"blocks\.0\.glu: .*never saw a token", model=model)
 
 
+def test_an_answer_that_is_not_finite_is_refused():
+    broken = quick(answer=lambda output, mask: output + torch.tensor([0.0] * 11 + [math.nan]))
+    with pytest.raises(TrainingFailed, match="answer is not finite"):
+        calibrate_on(make_tiny(), masked(DATA), options=broken)
+
+
 def test_values_that_are_not_finite_are_named_by_site():
     poisoned = [{**b, "x": torch.where(torch.rand(b["x"].shape) > 0.99, torch.nan, b["x"])} for b in DATA]
     refused(TrainingFailed, r"blocks\.0\.proj: .*not finite", data=poisoned)

@@ -19,7 +19,7 @@ from acm_compiler.calibration.learners.mlp_learners import (
     variance_order,
     weight_of_k,
 )
-from acm_compiler.calibration.linear_algebra import solve, square_factors
+from acm_compiler.calibration.linear_algebra import mean_diagonal, solve, square_factors, usual_diagonal
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 
 N, H, F, OUT, T = 3, 4, 12, 5, 400
@@ -188,6 +188,29 @@ def test_an_mlp_that_never_fires_is_its_bias():
     torch.testing.assert_close(fit.b_out, hidden.b_O.expand(N + 1, -1))
 
 
+def test_activations_that_vary_by_rounding_alone_are_ordered_and_keep_the_dense_layer():
+    # a covariance of rounding errors is not even positive
+    noise = 1e-15 * torch.randn(F, F, dtype=torch.float64)
+    hidden = replace(seen(torch.ones(T, F, dtype=torch.float64)), c_FF=noise + noise.T)
+    order = neuron_order(hidden.c_FF, hidden.w_OF, F)
+    fit = fit_second_layer(hidden, order, "shared", learners=N, width=H)
+    assert sorted(order.tolist()) == list(range(F))
+    torch.testing.assert_close(fit.w_out.flatten(1), hidden.w_OF[:, order], rtol=0.1, atol=0.1)
+
+
+def test_a_neuron_thousands_of_times_as_large_as_the_others_leaves_their_refit_as_it_is():
+    h_TF = activations(features=24)
+    loud_F = torch.ones(24, dtype=torch.float64).index_fill(0, torch.tensor([5]), 1e4)
+    plain = seen(h_TF)
+    loud = seen(h_TF * loud_F, plain.w_OF / loud_F, plain.b_O)
+    errors = []
+    for hidden, h in ((plain, h_TF), (loud, h_TF * loud_F)):
+        order = neuron_order(hidden.c_FF, hidden.w_OF, 16)
+        fit = fit_second_layer(hidden, order, "shared", learners=N, width=8)
+        errors.append(prefix_errors(fit, hidden, h, order, width=8))
+    assert (errors[1] < 1.2 * errors[0]).all()
+
+
 def brute_force_order(c, w, count):
     """Forward selection by trying every neuron, with the same ridge."""
     ridge = RIDGE * c.diagonal().mean()
@@ -299,6 +322,32 @@ def test_an_input_that_never_varies_leaves_learners_of_a_usual_size():
     assert 0 < factors.w_in.abs().max() < 100 and 0 < factors.w_out.abs().max() < 100
 
 
+def test_an_input_thousands_of_times_as_large_as_the_others_leaves_the_factors_the_best_of_every_rank():
+    c_DD, w_OD = spd(24), torch.randn(6, 24, dtype=torch.float64)
+    loud_D = torch.ones(24, dtype=torch.float64).index_fill(0, torch.tensor([3]), 1e4)
+    scaled_DD, scaled_OD = c_DD * loud_D[:, None] * loud_D, w_OD / loud_D
+    factors = nested_factors(scaled_OD, scaled_DD, torch.eye(6, dtype=torch.float64), 6)
+    singular = torch.linalg.svdvals(w_OD @ torch.linalg.cholesky(c_DD))
+    for rank in range(6):
+        lost_OD = scaled_OD - factors.w_out[:, :rank] @ factors.w_in[:rank]
+        error = ((lost_OD @ scaled_DD) * lost_OD).sum()
+        torch.testing.assert_close(error, singular[rank:].square().sum(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    "diagonal, usual",
+    [
+        ([2.0] * 10 + [4.0] * 10, 3.0),
+        ([0.0] * 10 + [4.0] * 10, 2.0),
+        ([1.0] * 19 + [1e8], 5.95),  # as if it were a hundred
+        ([0.0] * 19 + [1.0], 1e-6 / 20),
+    ],
+)
+def test_the_usual_diagonal_is_the_mean_but_for_few_that_are_far_larger(diagonal, usual):
+    c_FF = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    assert float(usual_diagonal(c_FF)) == pytest.approx(usual)
+
+
 def test_prefixes_of_factors_have_the_mean_output_and_all_of_them_the_weight():
     w_OD, b_O, mean_D = (torch.randn(*s, dtype=torch.float64) for s in ((6, 7), (6,), (7,)))
     factors = nested_factors(w_OD, spd(7), spd(6), 8)
@@ -317,7 +366,7 @@ def test_solve_and_square_factors_bear_singular_matrices(rank):
     a = x @ x.T
     b = a @ torch.randn(6, 2, dtype=torch.float64)
     torch.testing.assert_close(a @ solve(a, b), b, rtol=1e-3, atol=1e-6)
-    root, inverse = square_factors(a, 1e-5)
+    root, inverse = square_factors(a, 1e-5 * mean_diagonal(a))
     torch.testing.assert_close(root @ root.T, a, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(root @ inverse, torch.eye(6, dtype=torch.float64), rtol=1e-4, atol=1e-4)
 

@@ -104,6 +104,14 @@ def test_a_mean_far_from_zero_costs_the_covariance_no_digits():
     torch.testing.assert_close(moments.covariance, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_moments_are_finite_while_their_squares_are():
+    moments = Moments()
+    moments.add(torch.tensor([[1.0, 2.0], [1e19, 3.0]]))
+    assert moments.is_finite
+    moments.add(torch.tensor([[1e25, 2.0]]))
+    assert not moments.is_finite
+
+
 def test_second_moments_count_tokens_that_no_gradient_reached():
     g, second = torch.randn(50, 4), SecondMoment()
     second.add(g)

@@ -108,6 +108,30 @@ def test_an_input_that_never_varies_gives_one_score_to_all():
         assert gate(x).std(0).max() < 0.1
 
 
+def test_a_token_that_does_far_more_damage_than_expected_is_still_learned_from():
+    # one token of 2,000 does nearly all of the damage, as the first of a long text may
+    damage, score = torch.tensor([[2000.0]]), torch.tensor([[-20.0]], requires_grad=True)
+    (slope,) = torch.autograd.grad(gamma_loss(score, damage), score)
+    assert slope < -100
+    rare = torch.arange(4000) % 2000 == 0
+    x = torch.randn(4000, D)
+    x[rare, 0] += 20
+    gate = Gate(D, 8, C)
+    fit_gates([gate], x, [torch.where(rare, 1.0, 1e-6)[:, None].expand(-1, C)], steps=300, seed=0)
+    with torch.no_grad():
+        score = gate(x)
+    assert score[rare].min() > -5 > score[~rare].max()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 0.0])
+def test_a_gate_of_float16_holds_what_inputs_that_hardly_vary_ask_of_it(scale):
+    x = (scale * torch.randn(500, D)).half()
+    gate = Gate(D, 8, C).half()
+    fit_gates([gate], x.float(), [torch.rand(500, C)], steps=50, seed=0)
+    with torch.no_grad():
+        assert gate(x).isfinite().all()
+
+
 def test_the_gamma_loss_is_least_at_the_mean():
     damage = torch.rand(4000, 1).square()
     score = damage.mean().log().expand(4000, 1)

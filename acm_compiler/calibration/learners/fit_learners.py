@@ -14,7 +14,7 @@ from torch import Tensor
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.learners.mlp_learners import Hidden, fit_second_layer, neuron_order, variance_order
-from acm_compiler.calibration.linear_algebra import mean_diagonal, square_factors
+from acm_compiler.calibration.linear_algebra import mean_diagonal, square_factors, usual_diagonal
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
@@ -139,8 +139,8 @@ def nested_factors(w_OD: Tensor, c_DD: Tensor, g_OO: Tensor, rank: int) -> Facto
     """
     if mean_diagonal(c_DD) < _CONSTANT:  # the bias explains it, and W's own factors have a sensible size
         c_DD = torch.eye(len(c_DD)).to(c_DD)
-    c_root, c_inverse = square_factors(c_DD, _RIDGE_INPUT)
-    g_root, g_inverse = square_factors(g_OO, _RIDGE_METRIC)
+    c_root, c_inverse = square_factors(c_DD, _RIDGE_INPUT * usual_diagonal(c_DD))
+    g_root, g_inverse = square_factors(g_OO, _RIDGE_METRIC * mean_diagonal(g_OO))
     whitened_OD = g_root.T @ w_OD @ c_root
     # the right singular vectors alone are needed, and far below the largest singular value none of them exactly
     right_DD = torch.linalg.eigh(whitened_OD.T @ whitened_OD).eigenvectors.flip(1)
@@ -153,7 +153,7 @@ def nested_factors(w_OD: Tensor, c_DD: Tensor, g_OO: Tensor, rank: int) -> Facto
 
 def metric_root(g_OO: Tensor) -> Tensor:
     """R^T [O, O] with R R^T = G; with the ridge that keeps directions no sampled gradient pointed in."""
-    return square_factors(g_OO, _RIDGE_ORDER)[0].T
+    return square_factors(g_OO, _RIDGE_ORDER * mean_diagonal(g_OO))[0].T
 
 
 def prefix_biases(w_OD: Tensor, b_O: Tensor, mean_D: Tensor, factors: Factors, learners: int) -> Tensor:

@@ -13,11 +13,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from acm_compiler.calibration.linear_algebra import mean_diagonal, solve
+from acm_compiler.calibration.linear_algebra import cholesky, mean_diagonal, solve, usual_diagonal
 from acm_compiler.planning.decisions import SecondLayer
 
-# part of the mean variance of a neuron that is added to each: neurons that say the same leave nothing to divide by
+# part of the usual variance of a neuron that is added to each: neurons that say the same leave nothing to divide by
 RIDGE = 1e-4
+# a part of the mean's square that is added, too: what varies less than rounding does says nothing
+_ROUNDING = 1e-12
 # tokens for every neuron that are enough for a refit, and how many are imagined for one that is missing to that
 _PLENTY, _IMAGINED = 10, 0.2
 # in a matrix shared by all k, an error counts by its least value to the power of -_EVEN; least values far below _FLOOR,
@@ -95,7 +97,8 @@ def refit_ridge(hidden: Hidden) -> Tensor:
     imagined, in which neurons vary independently and the dense layer is right.
     """
     missing = max(0.0, _PLENTY * len(hidden.c_FF) - hidden.tokens)
-    return RIDGE * mean_diagonal(hidden.c_FF) + _IMAGINED * missing / hidden.tokens * hidden.c_FF.diagonal()
+    even = RIDGE * usual_diagonal(hidden.c_FF) + _ROUNDING * hidden.mean_F.square().mean()
+    return even + _IMAGINED * missing / hidden.tokens * hidden.c_FF.diagonal()
 
 
 def weight_of_k(errors_N: Tensor) -> Tensor:
@@ -197,7 +200,7 @@ def greedy_order(c_FF: Tensor, w_OF: Tensor, count: int) -> Tensor:
     `count` are selected, the rest follow by variance. Picks are made in blocks: the best candidates by their present
     gain, then one after the other among those, exactly.
     """
-    ridge = RIDGE * mean_diagonal(c_FF)
+    ridge = RIDGE * usual_diagonal(c_FF)
     state = _Selection(c_FF, w_OF, ridge, count)
     while state.picked < count:
         state.pick_block()
@@ -241,7 +244,7 @@ class _Selection:
         wanted = min(_PICKS, self.count - self.picked, free)
         chosen = _greedy_few(rows_MF[:, candidates], self.cross_FO[candidates], wanted)
         picks = candidates[chosen]
-        lower = torch.linalg.cholesky(rows_MF[chosen][:, picks])
+        lower = cholesky(rows_MF[chosen][:, picks])
         block_PF = torch.linalg.solve_triangular(lower, rows_MF[chosen], upper=False)
         explained_PO = torch.linalg.solve_triangular(lower, self.cross_FO[picks], upper=False)
         self.factor_PF[self.picked : self.picked + wanted] = block_PF

@@ -22,7 +22,7 @@ from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.answer import Answer, answers_with, mask_in, relative_change
 from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.examples import Options
-from acm_compiler.calibration.linear_algebra import square_factors
+from acm_compiler.calibration.linear_algebra import mean_diagonal, square_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import fitted_learners
 from acm_compiler.passes.rewrite.conversion import Rewritten
@@ -208,7 +208,7 @@ def bases_of_scores(second_q: Tensor, covariance_k: Tensor) -> tuple[HeadBases, 
     group = len(second_q) // len(covariance_k)
     turns_q, turns_k = [], []
     for s_q, s_k in zip(_grouped(second_q, group), covariance_k, strict=True):
-        (q_root, q_inverse), (k_root, k_inverse) = square_factors(s_q, _RIDGE), square_factors(s_k, _RIDGE)
+        (q_root, q_inverse), (k_root, k_inverse) = (square_factors(c, _RIDGE * mean_diagonal(c)) for c in (s_q, s_k))
         u, s, vh = torch.linalg.svd(q_root.T @ k_root)
         scale = s.clamp_min(torch.finfo(s.dtype).tiny).sqrt()[:, None]
         turns_q.append(scale * (u.T @ q_inverse))
@@ -229,7 +229,7 @@ def bases_of_values(covariance_o: Tensor, w_OD: Tensor, g_OO: Tensor, *, heads: 
     per_head = head_products(w_OD.T, g_OO, len(covariance_o))
     turns, backs = [], []
     for c, m in zip(_grouped(covariance_o, group), _grouped(per_head, group), strict=True):
-        root, inverse = square_factors(c, _RIDGE)
+        root, inverse = square_factors(c, _RIDGE * mean_diagonal(c))
         vectors = torch.linalg.eigh(root.T @ m @ root).eigenvectors.flip(1)
         turns.append(vectors.T @ inverse)
         backs.append(root @ vectors)

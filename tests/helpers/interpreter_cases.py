@@ -24,6 +24,8 @@ from acm_compiler.codegen.gpu.launch import SortedPlan
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
+from benchmarks.first_gpu_run.contenders import Shape, Site
+from benchmarks.first_gpu_run.d2dmoe import Experts
 from tests.helpers import triton_interpreter
 from tests.helpers.kernel_cases import FEW, FORMS, ODD, ONE, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 
@@ -445,3 +447,27 @@ def test_gate_and_learners_in_one_call_go_by_the_plans_of_both(tokens, monkeypat
     expected = run_learners(x.double(), k, to(w, torch.float64))
     assert len(k.unique()) > 1 and None not in given and len(given) == (tokens > 64)
     require_answer(y, dataclasses.replace(inputs, expected=expected + inputs.residual.double()))
+
+
+@pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "merged"])
+@pytest.mark.parametrize(
+    ("case", "width", "is_bulk"),
+    [
+        (Case(width=64, dtype=torch.bfloat16), 32, True),
+        (Case(width=40, d_in=75, d_out=83), 20, False),
+        (Case(tokens=33, width=64, k="one", learners=2), 64, True),
+        (Case(tokens=1, width=64, k="none"), 64, True),
+    ],
+    ids=str,
+)
+def test_experts_of_d2dmoe_equal_the_reference(case, width, is_bulk, atomic):
+    """The contender of benchmarks.first_gpu_run: lists that fill tiles in part, experts without tokens, odd sizes."""
+    case = dataclasses.replace(case, residual=False)
+    inputs = inputs_of(case)
+    sizes = {name: getattr(case, name) for name in ("form", "tokens", "d_in", "width", "d_out", "learners")}
+    gate = GateArguments(inputs.x, *[torch.empty(0)] * 7)
+    site = Site(shape=Shape(name="", **sizes), x=inputs.x, weights=inputs.weights, gate=gate, machine=HOPPER)
+    tile = tiles.tile_of("32x64x32 w4 s3 r1")
+    experts = Experts(site=site, width=width, atomic=atomic, first=tile, second=tile)
+    assert experts.is_bulk == is_bulk and experts.count == case.learners * case.width // width
+    require_answer(experts(inputs.k), inputs)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
-from acm_compiler.acm import ACM
+from acm_compiler.acm import ACM, ops
 from acm_compiler.acm.activations import NAMES, resolve
 from acm_compiler.acm.arguments import GateArguments
 from acm_compiler.acm.learners import Gate, Learners
@@ -425,6 +425,34 @@ def test_one_k_for_all_tokens_is_dense_products(case, dtype, monkeypatch):
             assert y.shape == (5, 3, case.d_out) and relative_error(y.reshape(15, -1), expected) <= TOLERANCE[dtype]
         assert sites.run_site(acm, x[:0]) is None
     assert not made
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("mlp", torch.float32), ("gated", torch.bfloat16)])
+def test_one_token_at_one_k_runs_by_kernels_and_reads_no_other_learner(form, dtype, monkeypatch):
+    """Eager calls; what does not run is NaN, and so are tokens at last."""
+    monkeypatch.setattr(cuda, "machine_of", lambda device: HOPPER)
+    for module in (operators, sites):
+        monkeypatch.setattr(module, "on_device_of", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(ops, "VECTOR_KERNELS", {"cpu"})
+    monkeypatch.setattr(sites, "prefix_output", None)
+    learners = Learners(75, 19, 3, 11, form=form, act="silu", dtype=dtype)
+    acm = ACM(Gate(75, 8, 4, dtype=dtype), learners, name="a", k_min=0, layout=None, cost=1.0, dropout=0.0).eval()
+    with torch.no_grad():
+        for k in (3, 2, 1):
+            for parameter in learners.parameters():
+                parameter.normal_(std=0.2)
+            expected = to(learners.weights(), torch.float64)
+            for tensor in (learners.w_in, learners.b_in, learners.w_up, learners.b_up):
+                if tensor is not None:
+                    tensor[k:] = torch.nan
+            learners.w_out[:, k:] = torch.nan
+            learners.b_out[torch.arange(4) != k] = torch.nan
+            acm.set_choices(knob=0.0, k_lo=k, k_hi=k)
+            x = torch.randn(1, 75).to(dtype)
+            y, exact = sites.run_site(acm, x), run_learners(x.double(), torch.tensor([k]), expected)
+            assert relative_error(y, exact) <= TOLERANCE[dtype]
+            x[0, 70] = torch.nan
+            assert sites.run_site(acm, x).isnan().all()
 
 
 @pytest.mark.parametrize("tokens", [20, 130])

@@ -124,10 +124,29 @@ def _kernels_rule(x_TD: Tensor) -> Differentiated | None:
 
 def is_vector_call(x_TD: Tensor, weights: Weights) -> bool:
     """True for a call of one token, without gradients, whose learners such kernels run; its k must be known."""
-    if x_TD.shape[0] != 1 or x_TD.device.type not in VECTOR_KERNELS or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or not _is_one(x_TD.shape[0]) or not has_vector_kernels(x_TD.device.type):
         return False
     known = weights.act in ACTIVATIONS and x_TD.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return known and weights.w_out is not None and weights.w_out.dim() == 3 and weights.w_top is None
+
+
+def _is_one(tokens: Any) -> bool:
+    """True of one token; False of a number that only the device knows, as of those that a mask leaves."""
+    if not torch.compiler.is_compiling():
+        return tokens == 1
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # there already when this is traced
+
+    return guard_or_false(tokens == 1)
+
+
+@torch.compiler.assume_constant_result
+def has_vector_kernels(device: str) -> bool:
+    """True if `VECTOR_KERNELS` has that type of device, once its kernels are loaded.
+
+    While a graph is traced that happens here: a graph of dense products alone has no operator that would load them.
+    """
+    load_kernels(device)
+    return device in VECTOR_KERNELS
 
 
 def gate_is_operator(x_TD: Tensor) -> bool:

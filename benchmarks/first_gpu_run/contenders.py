@@ -216,13 +216,16 @@ def one_k_call(site: Site, fraction: float, run: Callable[..., Tensor] = prefix_
     return {name: lambda: run(site.x, site.weights, int(k))} if k.is_integer() else {}
 
 
+def same_macs(site: Site, fraction: float) -> Calls:
+    """The dense site cut to a share of its features; nothing where it is none of it or all."""
+    full = site.shape.learners * site.shape.width if site.weights.w_out is not None else site.shape.d_out
+    full = site.shape.d_out if site.shape.form == "linear" else full
+    return {"dense, same MACs": dense_call(site, round(fraction * full))} if 0 < fraction < 1 else {}
+
+
 def contenders(site: Site, fraction: float, k: Tensor) -> Calls:
     """Everybody but Inductor at one k/N; the first is the base of the ratios."""
-    calls: Calls = {"dense, eager": dense_call(site)}
-    if 0 < fraction < 1:
-        full = site.shape.learners * site.shape.width if site.weights.w_out is not None else site.shape.d_out
-        full = site.shape.d_out if site.shape.form == "linear" else full
-        calls["dense, same MACs"] = dense_call(site, round(fraction * full))
+    calls: Calls = {"dense, eager": dense_call(site), **same_macs(site, fraction)}
     if fraction > 0 and site.weights.w_out is not None:
         calls["grouped_mm"] = grouped_call(site, k)
     calls["ours"] = gated_call(site, k)

@@ -50,6 +50,8 @@ PARTS = {
         Part(name="llama", run="speed.ratios", given=("Llama-8B",), seconds=120),
         Part(name="xlsr", run="speed.ratios", given=("XLS-R",), seconds=80),
         Part(name="line", run="speed.line", seconds=80),
+        Part(name="d2dmoe_build", run="speed.build_experts", seconds=120, processes=8),
+        Part(name="d2dmoe", run="speed.experts", seconds=90),
         Part(name="decode", run="speed.decode", seconds=60),
         Part(name="kernels", run="speed.kernels", seconds=40),
         Part(name="tiles", run="speed.tiles", seconds=180),

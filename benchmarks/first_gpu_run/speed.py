@@ -1,19 +1,23 @@
 """Times of sites, as ratios within one run: to the dense layers, over k, of few tokens, of tiles, of single kernels.
 
 Contenders run in turn; k is drawn once per mean; the gate runs and its choice is replaced, except in "ours, no gate".
-"grouped_mm" is told the counts beforehand, which flatters it. "dense, same MACs" is the dense MLP cut to k/N.
+"grouped_mm" is told the counts beforehand, which flatters it. "dense, same MACs" is the dense MLP cut to k/N. "D2DMoE"
+has so many experts, each of so many hidden columns (`d2dmoe`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.reference import prefix_output
+from acm_compiler.codegen.compare import relative_errors
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.tiles import Tiles, choose_tiles, tile_of
 from benchmarks.first_gpu_run.contenders import (
@@ -21,15 +25,19 @@ from benchmarks.first_gpu_run.contenders import (
     PROJECTIONS,
     VIT,
     Shape,
+    Site,
     compiled_dense,
     contenders,
     dense_call,
     draw_k,
+    exact_answer,
     gated_call,
     learners_call,
     one_k_call,
+    same_macs,
     site_of,
 )
+from benchmarks.first_gpu_run.d2dmoe import FIRST, PUBLISHED, SECOND, Experts
 from benchmarks.first_gpu_run.device import Calls, Device, race
 from benchmarks.first_gpu_run.parts import Row
 
@@ -46,6 +54,8 @@ CANDIDATES = (
     "64x128x64 w4 s4 r2 flat",
     "64x256x64 w4 s3 r1",
 )
+UNGATED = replace(MLPS["Llama-8B"], name="Llama-8B MLP, one branch", form="mlp")
+WITH_EXPERTS = MLPS["ViT-B"], MLPS["XLS-R"], UNGATED
 TILED = (VIT, MLPS["Llama-8B"], PROJECTIONS[0], replace(VIT, tokens=8 * 197))
 
 
@@ -164,6 +174,62 @@ def _pairs() -> list[Tiles]:
 
 def _named(pair: Tiles) -> str:
     return f"{pair.layer1} | {pair.layer2}"
+
+
+def build_experts(device: Device) -> Iterator[Row]:
+    """The kernels of `experts`, by several processes at once."""
+    pairs = device.some(zip(FIRST, SECOND, strict=True))
+    for shape, (first, second) in device.mine(product(device.some(WITH_EXPERTS), pairs)):
+        site = site_of(replace(shape, tokens=256), device)
+        tiles = {"first": tile_of(first), "second": tile_of(second)}
+        for width, atomic in product(_widths(site), (True, False)):
+            Experts(site=site, width=width, atomic=atomic, **tiles)(draw_k(site, 0.5))
+            device.wait()
+        yield {"site": site.shape.name, "tiles": f"{first} | {second}"}
+
+
+def experts(device: Device) -> Iterator[Row]:
+    """D2DMoE's fastest tiles at k/N 0.5, then everybody's times at every k/N and how far its outputs are off."""
+    for shape in device.some(WITH_EXPERTS):
+        site = site_of(shape, device)
+        facts = {"site": site.shape.name, "tokens": site.shape.tokens}
+        found: list[Experts] = []
+        for width in _widths(site):
+            tuned, rows = _tuned(site, width, device)
+            found += [tuned, replace(tuned, atomic=False)]
+            yield from [{**facts, "k/N": 0.5, **row} for row in rows]
+        for fraction in device.some(FRACTIONS[:-1]):
+            k = draw_k(site, fraction)
+            theirs = {str(own): own.with_router(k) for own in found}
+            exact = exact_answer(site, k)
+            off = {name: max(relative_errors(call(), exact)) for name, call in theirs.items()}
+            calls: Calls = {"dense, eager": dense_call(site), **same_macs(site, fraction)}
+            calls |= {"ours": gated_call(site, k), "ours, no gate": learners_call(site, k), **theirs}
+            for row in race(calls, device.rounds, device):
+                yield {**facts, "k/N": fraction, **row, "error": off.get(row["contender"], "")}
+
+
+def _widths(site: Site) -> tuple[int, int]:
+    """Hidden columns of an expert: those of a learner, and as published, or in a dry run half a learner's."""
+    return site.shape.width, PUBLISHED if site.shape.width % PUBLISHED == 0 else site.shape.width // 2
+
+
+def _tuned(site: Site, width: int, device: Device) -> tuple[Experts, list[Row]]:
+    """Experts with the fastest candidates for both layers, and the times of all."""
+    k, rows = draw_k(site, 0.5), []
+    best = Experts(site=site, width=width, atomic=True, first=tile_of(FIRST[0]), second=tile_of(SECOND[0]))
+    lists = best.lists(k)
+    for layer, candidates in (("first", FIRST), ("second", SECOND)):
+        h = best.hidden(lists)
+        tried = {text: replace(best, **{layer: tile_of(text)}) for text in device.some(candidates)}
+        calls: Calls = {
+            text: partial(own.hidden, lists) if layer == "first" else partial(own.outputs, h, k, lists)
+            for text, own in tried.items()
+        }
+        times = [row for row in race(calls, max(2, device.rounds // 3), device) if "us" in row]
+        best = tried[min(times, key=lambda row: row["us"])["contender"]]
+        rows += [row | {"contender": f"{best}, {layer} layer: {row['contender']}"} for row in times]
+    return best, rows
 
 
 def kernels(device: Device) -> Iterator[Row]:

@@ -331,6 +331,36 @@ def test_one_token_of_one_k_runs_its_learners_operator_without_a_gate(kind, monk
 
 
 @pytest.mark.usefixtures("dense")
+def test_the_first_graph_of_one_token_at_one_k_loads_the_kernels_that_it_holds(monkeypatch):
+    """A model whose k is set before it is compiled: nothing else has loaded them."""
+    known = set()
+    monkeypatch.setattr(ops, "VECTOR_KERNELS", known)
+    monkeypatch.setattr(ops, "load_kernels", known.add)
+    model = stack_of(planned_site())
+    set_k(model, 2)
+    with torch.no_grad():
+        assert operators_of(model, torch.randn(1, 1, 8)) == ["acm.learners"]
+
+
+@pytest.mark.parametrize("k", [None, 2])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_tokens_whose_number_only_the_device_knows_share_one_graph(k, dense):
+    model, x = stack_of(planned_site()), torch.randn(9, 8)
+    if k is not None:
+        set_k(model, k)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x, mask):
+        return model(x[mask])
+
+    with torch.no_grad():
+        for tokens in (4, 1, 9, 0):
+            mask = torch.arange(9) < tokens
+            torch.testing.assert_close(compiled(x, mask), model(x[mask]))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.usefixtures("dense")
 def test_inductor_follows_one_k_for_all_tokens_and_a_meter_counts_it():
     model, x = stack_of(planned_site("a"), planned_site("b", k_min=1)), torch.randn(3, 5, 8)
     eager, compiled = copy.deepcopy(model), torch.compile(model, backend="acm", fullgraph=True)

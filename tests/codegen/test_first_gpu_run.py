@@ -1,19 +1,26 @@
 """The commands of `benchmarks.first_gpu_run`: dry runs, parts that hang or break, and when no time counts."""
 
 import json
+import re
 import sys
 from itertools import product
 
 import pytest
 import torch
 
-from benchmarks.first_gpu_run import runner, wheels
+from acm_compiler.acm.arguments import GateArguments
+from acm_compiler.codegen.gpu.ahead.build import build
+from acm_compiler.codegen.gpu.stages import machine_of_arch
+from acm_compiler.codegen.gpu.tiles import tile_of
+from benchmarks.first_gpu_run import d2dmoe, runner, wheels
 from benchmarks.first_gpu_run.__main__ import main
+from benchmarks.first_gpu_run.contenders import MLPS, Site
 from benchmarks.first_gpu_run.device import Device, race
 from benchmarks.first_gpu_run.parts import PARTS, Part, rows_of, write_row
 from benchmarks.first_gpu_run.runner import Run, faults_of, why_no_time_counts
 from benchmarks.first_gpu_run.sanitizer import outcome_of, verdict_of
 from benchmarks.first_gpu_run.speed import straight_line
+from tests.helpers.kernel_cases import Case, to, weights_of
 
 WRITES_A_ROW = "import sys, json; open(sys.argv[1], 'a').write(json.dumps({'part': sys.argv[2], 'us': 1.5}) + '\\n'); "
 SCRIPTS = {"hangs": "import time; time.sleep(60)", "breaks": "sys.exit(3)", "ends": "print('said')", "late": "1"}
@@ -165,6 +172,30 @@ def test_a_dry_run_of_small_calls_is_correct(tmp_path, monkeypatch, capfd):
 
 def test_what_is_vital_has_time_within_nine_minutes():
     assert sum(part.seconds for part in PARTS["correctness"] if part.vital) <= 9 * 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [*zip(d2dmoe.FIRST, d2dmoe.SECOND, strict=True)])
+@pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "merged"])
+def test_experts_of_d2dmoe_are_built_without_spills_and_read_ahead(first, second, atomic):
+    shape = MLPS["ViT-B"]
+    weights = to(weights_of(Case(width=768, d_in=768, d_out=768, learners=4)), torch.bfloat16)
+    x = torch.empty(shape.tokens, shape.d_in, dtype=torch.bfloat16, device="meta")
+    gate = GateArguments(x, *[x] * 7)
+    site = Site(shape=shape, x=x, weights=weights, gate=gate, machine=machine_of_arch(90))
+    for width in (768, d2dmoe.PUBLISHED):
+        tiles = {"first": tile_of(first), "second": tile_of(second)}
+        experts = d2dmoe.Experts(site=site, width=width, atomic=atomic, **tiles)
+        for kernel in experts.built():
+            built = build(kernel, "bf16", 90)
+            assert built.spills == 0, built
+            if kernel.tile is None:
+                continue
+            assert built.resident >= kernel.tile.resident, built
+            assert built.instructions["HGMMA"] and built.instructions["UTMALDG"], built
+            assert built.instructions["WARPGROUP"] <= built.instructions["HGMMA"], built
+            adds = re.findall(r"atom\.global[\w.]*\.v8\.bf16", built.ptx)
+            assert bool(adds) == (atomic and kernel.name == "expert2")
 
 
 @pytest.mark.slow

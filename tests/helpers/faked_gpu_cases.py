@@ -10,6 +10,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from acm_compiler.acm import ops
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.gradients import sorted_tokens
 from acm_compiler.acm.reference import prefix_output
@@ -117,6 +118,17 @@ def test_one_k_for_all_starts_no_kernel_of_ours(stub, small):
     assert launches(stub, lambda: small(rows(7))) == 0
     small.set_choices(knob=0.0, k_lo=1, k_hi=2)
     assert launches(stub, lambda: small(rows(7))) == 3
+
+
+def test_one_token_at_one_k_starts_the_kernels_of_both_layers(stub, small, monkeypatch):
+    monkeypatch.setattr(ops, "VECTOR_KERNELS", {"cpu"})
+    for k, expected in ((2, 2), (3, 2), (0, 0)):  # of none b_out(0) alone is copied
+        small.set_choices(knob=0.0, k_lo=k, k_hi=k)
+        assert [launches(stub, lambda: small(rows(1))) for _ in range(3)] == [expected] * 3
+        assert launches(stub, lambda: small(rows(2))) == 0
+    small.k_lo.fill_(9)
+    small.k_hi.fill_(9)  # beyond the last: all learners run, by products
+    torch.testing.assert_close(small(x := rows(1)), prefix_output(x, small.learners.weights(), 3))
 
 
 def test_bounds_that_a_host_writes_or_puts_there_by_itself_are_followed(stub, small, monkeypatch):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
-from acm_compiler.acm import ACM
+from acm_compiler.acm import ACM, ops
 from acm_compiler.acm.activations import NAMES, resolve
 from acm_compiler.acm.arguments import GateArguments
 from acm_compiler.acm.learners import Gate, Learners
@@ -24,6 +24,8 @@ from acm_compiler.codegen.gpu.launch import SortedPlan
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
 from acm_compiler.codegen.gpu.tiles import Tile, Tiles, bucket_of, choose_tiles
+from benchmarks.first_gpu_run.contenders import Shape, Site
+from benchmarks.first_gpu_run.d2dmoe import Experts
 from tests.helpers import triton_interpreter
 from tests.helpers.kernel_cases import FEW, FORMS, ODD, ONE, SHAPES, Case, inputs_of, poison_memory, require_answer, to
 
@@ -425,6 +427,34 @@ def test_one_k_for_all_tokens_is_dense_products(case, dtype, monkeypatch):
     assert not made
 
 
+@pytest.mark.parametrize(("form", "dtype"), [("mlp", torch.float32), ("gated", torch.bfloat16)])
+def test_one_token_at_one_k_runs_by_kernels_and_reads_no_other_learner(form, dtype, monkeypatch):
+    """Eager calls; what does not run is NaN, and so are tokens at last."""
+    monkeypatch.setattr(cuda, "machine_of", lambda device: HOPPER)
+    for module in (operators, sites):
+        monkeypatch.setattr(module, "on_device_of", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(ops, "VECTOR_KERNELS", {"cpu"})
+    monkeypatch.setattr(sites, "prefix_output", None)
+    learners = Learners(75, 19, 3, 11, form=form, act="silu", dtype=dtype)
+    acm = ACM(Gate(75, 8, 4, dtype=dtype), learners, name="a", k_min=0, layout=None, cost=1.0, dropout=0.0).eval()
+    with torch.no_grad():
+        for k in (3, 2, 1):
+            for parameter in learners.parameters():
+                parameter.normal_(std=0.2)
+            expected = to(learners.weights(), torch.float64)
+            for tensor in (learners.w_in, learners.b_in, learners.w_up, learners.b_up):
+                if tensor is not None:
+                    tensor[k:] = torch.nan
+            learners.w_out[:, k:] = torch.nan
+            learners.b_out[torch.arange(4) != k] = torch.nan
+            acm.set_choices(knob=0.0, k_lo=k, k_hi=k)
+            x = torch.randn(1, 75).to(dtype)
+            y, exact = sites.run_site(acm, x), run_learners(x.double(), torch.tensor([k]), expected)
+            assert relative_error(y, exact) <= TOLERANCE[dtype]
+            x[0, 70] = torch.nan
+            assert sites.run_site(acm, x).isnan().all()
+
+
 @pytest.mark.parametrize("tokens", [20, 130])
 def test_gate_and_learners_in_one_call_go_by_the_plans_of_both(tokens, monkeypatch):
     monkeypatch.setattr(cuda, "machine_of", lambda device: HOPPER)
@@ -445,3 +475,27 @@ def test_gate_and_learners_in_one_call_go_by_the_plans_of_both(tokens, monkeypat
     expected = run_learners(x.double(), k, to(w, torch.float64))
     assert len(k.unique()) > 1 and None not in given and len(given) == (tokens > 64)
     require_answer(y, dataclasses.replace(inputs, expected=expected + inputs.residual.double()))
+
+
+@pytest.mark.parametrize("atomic", [True, False], ids=["atomic", "merged"])
+@pytest.mark.parametrize(
+    ("case", "width", "is_bulk"),
+    [
+        (Case(width=64, dtype=torch.bfloat16), 32, True),
+        (Case(width=40, d_in=75, d_out=83), 20, False),
+        (Case(tokens=33, width=64, k="one", learners=2), 64, True),
+        (Case(tokens=1, width=64, k="none"), 64, True),
+    ],
+    ids=str,
+)
+def test_experts_of_d2dmoe_equal_the_reference(case, width, is_bulk, atomic):
+    """The contender of benchmarks.first_gpu_run: lists that fill tiles in part, experts without tokens, odd sizes."""
+    case = dataclasses.replace(case, residual=False)
+    inputs = inputs_of(case)
+    sizes = {name: getattr(case, name) for name in ("form", "tokens", "d_in", "width", "d_out", "learners")}
+    gate = GateArguments(inputs.x, *[torch.empty(0)] * 7)
+    site = Site(shape=Shape(name="", **sizes), x=inputs.x, weights=inputs.weights, gate=gate, machine=HOPPER)
+    tile = tiles.tile_of("32x64x32 w4 s3 r1")
+    experts = Experts(site=site, width=width, atomic=atomic, first=tile, second=tile)
+    assert experts.is_bulk == is_bulk and experts.count == case.learners * case.width // width
+    require_answer(experts(inputs.k), inputs)

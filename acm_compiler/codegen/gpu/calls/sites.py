@@ -2,7 +2,8 @@
 
 For eager calls that nothing observes, with gradients of the learners or without. The first call of a kind takes the
 usual way, through the operators, which keep their plans; the second puts them together. Where all tokens run one k,
-and nothing is differentiated, there is nothing to choose or to sort: dense products of the first learners do.
+and nothing is differentiated, there is nothing to choose or to sort: dense products of the first learners do, or of one
+token its kernels.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from acm_compiler.acm.context import is_nothing_open, is_plain_call
 from acm_compiler.acm.gradients.sorted_tokens import pays
 from acm_compiler.acm.intact import refuse_changed, refuse_idle
 from acm_compiler.acm.learners import OnlyK
-from acm_compiler.acm.reference import prefix_output
+from acm_compiler.acm.ops import is_vector_call
+from acm_compiler.acm.reference import Weights, prefix_output
 from acm_compiler.acm.tokens import is_one_each
 from acm_compiler.codegen.gpu.calls.kept import ALIGNED, find_plan, rounding
 from acm_compiler.codegen.gpu.calls.operators import gate_kind, learners_kind, on_device_of
+from acm_compiler.codegen.gpu.calls.operators import learners as learn
 from acm_compiler.codegen.gpu.gradients.rule import differentiated
 from acm_compiler.codegen.gpu.tiles import bucket_of
 
@@ -38,7 +41,7 @@ class _Site:
         self.acm = weakref.ref(acm, lambda _: _SITES.pop(number, None))
         self.modules, self.parameters = _parts(acm)
         self.addresses = _addresses(self.parameters)
-        self.plans: dict[Hashable, tuple[Any, Any]] = {}
+        self.plans: dict[Hashable, Any] = {}  # of gate and learners, or of one token's learners
         self.rule = acm.gate.rule, acm.cost
 
     def holds(self, acm: ACM) -> bool:
@@ -68,15 +71,14 @@ def run_site(acm: ACM, x: Tensor) -> Tensor | None:
             return None
         _read_bounds(acm)
     k = acm.only_k.of(is_decode=is_decode)
-    learns = torch.is_grad_enabled()
+    learns, x_TD = torch.is_grad_enabled(), x.view(tokens, shape[-1])
     if k is not None and not learns:
-        return _prefix(acm, x.view(tokens, shape[-1]), k, shape)
-    kind = bucket_of(tokens), shape[-1], x.dtype, x.get_device(), x.data_ptr() & ALIGNED, rounding(x.dtype), is_decode
-    site = _SITES.get(id(acm))
-    if site is None or not site.holds(acm):
-        site = _SITES[id(acm)] = _Site(acm)
-    plans = site.plans.get(kind)
-    x_TD, scalars = x.view(tokens, shape[-1]), _scalars(acm, is_decode)
+        k_T = _k_of_one(acm, k, is_decode) if k and tokens == 1 else None
+        y_TO = _prefix(acm, x_TD, k) if k_T is None else _one(acm, x_TD, k_T, k)
+        return None if y_TO is None else y_TO.view(*shape[:-1], -1)
+    kind = _kind_of(x_TD, is_decode)
+    site = _site_of(acm)
+    plans, scalars = site.plans.get(kind), _scalars(acm, is_decode)
     if plans is None:
         found = _kept_plans(acm, x_TD, scalars)
         if None not in found:
@@ -98,16 +100,64 @@ def _read_bounds(acm: ACM) -> None:
     acm.only_k = OnlyK(acm.written, acm.within, acm._buffers)
 
 
-def _prefix(acm: ACM, x_TD: Tensor, k: int, shape: torch.Size) -> Tensor | None:
+def _kind_of(x_TD: Tensor, *facts: Hashable) -> Hashable:
+    """The kind of a call of such contiguous rows."""
+    dtype, place = x_TD.dtype, x_TD.data_ptr() & ALIGNED
+    return bucket_of(x_TD.shape[0]), x_TD.shape[1], dtype, x_TD.get_device(), place, rounding(dtype), *facts
+
+
+def _site_of(acm: ACM) -> _Site:
+    """What is kept of an ACM, anew where something was replaced."""
+    site = _SITES.get(id(acm))
+    if site is None or not site.holds(acm):
+        site = _SITES[id(acm)] = _Site(acm)
+    return site
+
+
+def _prefix(acm: ACM, x_TD: Tensor, k: int) -> Tensor | None:
     """The first k learners of every token: dense products on views of the weights; no gate, and nothing is sorted."""
+    weights = _weights_for(acm, x_TD)
+    return None if weights is None else _products(x_TD, weights, k)
+
+
+def _products(x_TD: Tensor, weights: Weights, k: int) -> Tensor:
+    y_TO = prefix_output(x_TD, weights, k)
+    return y_TO if k else y_TO.contiguous()  # of k = 0 it is one row for all tokens, which others may write to
+
+
+def _weights_for(acm: ACM, x_TD: Tensor) -> Weights | None:
+    """The learners' weights; None where such a call must go the usual way."""
     gate, learners = acm.gate, acm.learners
     refuse_changed(acm.name, (gate.inner, gate.outer), learners)
     weights = learners.weights()
-    if weights.is_quantized or x_TD.dtype != weights.b_out.dtype or x_TD.shape[1] != acm.d_in:
+    fits = not weights.is_quantized and x_TD.dtype == weights.b_out.dtype and x_TD.shape[1] == acm.d_in
+    return weights if fits else None
+
+
+def _k_of_one(acm: ACM, k: int, is_decode: bool) -> Tensor | None:
+    """The lower bound as one token's k, on the device; None where a host wrote one that is out of reach."""
+    name = "decode_k_lo" if is_decode else "k_lo"
+    return acm.__dict__["_buffers"][name].view(1) if acm.written[name] == k else None
+
+
+def _one(acm: ACM, x_TD: Tensor, k_T: Tensor, k: int) -> Tensor | None:
+    """The first k learners of one token, by its kernels where it has any."""
+    kind = _kind_of(x_TD, "one k", k_T.data_ptr() & ALIGNED)
+    site = _site_of(acm)
+    plan = site.plans.get(kind)
+    if plan is not None:
+        with on_device_of(x_TD):
+            return plan(x_TD, k_T, None)
+    weights = _weights_for(acm, x_TD)
+    if weights is None:
         return None
-    y_TO = prefix_output(x_TD, weights, k)
-    # of k = 0 it is one row for all tokens, which others may write to
-    return (y_TO if k else y_TO.contiguous()).view(*shape[:-1], -1)
+    if not is_vector_call(x_TD, weights):
+        return _products(x_TD, weights, k)
+    y_TO = learn(x_TD, k_T, *weights.tensors, form=weights.form, act=weights.act)
+    found = find_plan(weights.tensors, learners_kind(x_TD, k_T, None, weights.form, weights.act))
+    if found is not None:
+        site.plans[kind] = found
+    return y_TO
 
 
 def _is_plain(acm: ACM, x: Tensor) -> bool:

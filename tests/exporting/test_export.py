@@ -207,6 +207,8 @@ def test_an_earlier_export_is_replaced_and_files_of_others_are_not(vision, tmp_p
     (tmp_path / "out/notes.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"files that are of no export.*notes\.txt"):
         acm.export(model, tmp_path / "out", x)
+    with pytest.raises(UsageError, match="a file, not a folder"):
+        acm.export(model, tmp_path / "out/notes.txt", x)
 
 
 def refused(model, path, x, match, **options):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +11,7 @@ import typer
 from acm_compiler.errors import UsageError
 
 if TYPE_CHECKING:
+    from acm_compiler.recipe import Recipe
     from acm_compiler.recipe.datasets import DataConfig
     from acm_compiler.recipe.models import ModelConfig
     from acm_compiler.recipe.tasks import TaskConfig
@@ -50,6 +51,13 @@ class Given:
     data: DataConfig | None = None
     base: ModelConfig | None = None
 
+    def over(self, recipe: Recipe | None) -> Given:
+        """The same with the recipe's task, and the data it is evaluated on, where none were named."""
+        if recipe is None:
+            return self
+        data = recipe.data.eval if recipe.data else None
+        return replace(self, task=self.task or recipe.task, data=self.data or data)
+
     @staticmethod
     def read(task: str | None, data: str | None, base_model: str | None) -> Given:
         """The values of --task, --data and --base-model. UsageError for what cannot be meant."""
@@ -82,7 +90,7 @@ def checked_budgets(directory: Path, text: str) -> list[float | str]:
     from acm_compiler.runtime.budgets import setting_of
 
     asked = parse_budgets(text)
-    check_folder(directory)
+    refuse_missing(directory)
     owner = saved_conversion(directory)
     for budget in asked:
         setting_of(owner, budget)
@@ -108,7 +116,7 @@ def _number(text: str) -> float | str:
         return text
 
 
-def check_folder(directory: Path) -> None:
+def refuse_missing(directory: Path) -> None:
     """UsageError where there is no such folder."""
     if not directory.is_dir():
         raise UsageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")

@@ -14,7 +14,7 @@ from torch import nn
 
 from acm_compiler.acm.intact import refuse_in_parts, refuse_skips
 from acm_compiler.checkpoint.folder import checked_extra
-from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.errors import UsageError, did_you_mean, require_packages
 from acm_compiler.exporting import aoti, checkpoint, onnx
 from acm_compiler.exporting.calls import (
     Axes,
@@ -81,7 +81,7 @@ def export(
     check_format(format, fixed_k, budget, extra)
     files = checked_extra(extra)
     if format == "onnx":
-        onnx.check_packages()
+        require_packages(onnx.PACKAGES, "ONNX", "onnx")
     found = wholly_rewritten(rewritten_root(model), "an export")
     refuse_in_parts(model, "an export")
     refuse_skips(found.acms, "an export")

@@ -216,7 +216,7 @@ def test_an_earlier_export_is_replaced_and_files_of_others_are_not(vision, tmp_p
 
 
 def test_an_input_of_the_models_own_is_no_control():
-    with pytest.raises(UsageError, match="an input of that name itself .found cap"):
+    with pytest.raises(UsageError, match="the model has an input of that name itself"):
         check_controls("cap", inputs=["x", "cap"])
 
 

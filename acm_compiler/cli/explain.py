@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
+from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DirArgument, JsonOption, TaskOption
+from acm_compiler.cli.output import Output
+from acm_compiler.runs.given import Given
 
 BatchOption = Annotated[int, typer.Option("--batch", min=1, metavar="B", help="Examples in the traced call.")]
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.cli.options import JsonOption
+from acm_compiler.cli.output import Output
 
 if TYPE_CHECKING:
     from acm_compiler.codegen.gpu.ahead.build import Kernel

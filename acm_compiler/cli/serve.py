@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DeviceOption, DirArgument, TaskOption
 from acm_compiler.cli.output import Output
 from acm_compiler.errors import UsageError, require_packages
-from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DeviceOption, DirArgument, Given, TaskOption
+from acm_compiler.runs.given import Given
 
 SloOption = Annotated[
     str | None,

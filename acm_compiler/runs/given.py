@@ -1,12 +1,10 @@
-"""Options of the command line in place of what a folder's recipe says: task, data, base model, budgets."""
+"""Values of options in place of what a folder's recipe says: task, data, base model, budgets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from acm_compiler.errors import UsageError
 
@@ -15,32 +13,6 @@ if TYPE_CHECKING:
     from acm_compiler.recipe.datasets import DataConfig
     from acm_compiler.recipe.models import ModelConfig
     from acm_compiler.recipe.tasks import TaskConfig
-
-TaskOption = Annotated[
-    str | None,
-    typer.Option(
-        "--task", metavar="TASK", help="classify, causal_lm, python:module:function, {kind: …}; unset: the recipe's."
-    ),
-]
-DataOption = Annotated[
-    str | None,
-    typer.Option(
-        "--data",
-        metavar="DATA",
-        help="Examples: python:module:function, or {kind: …} as in recipes; unset: its own.",
-    ),
-]
-BaseOption = Annotated[
-    str | None,
-    typer.Option("--base-model", metavar="MODEL", help="The model before conversion, such as python:module:function."),
-]
-CodeOption = Annotated[
-    bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
-]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")
-]
-DirArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

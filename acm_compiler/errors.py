@@ -7,6 +7,7 @@ what was expected, and what to do about it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 
 
 class AcmError(Exception):
@@ -166,6 +167,12 @@ class StorageError(AcmError):
 
 class PackageMissing(AcmError):
     """The request needs an optional package that is not installed."""
+
+
+def require_packages(packages: Sequence[str], what: str, extra: str) -> None:
+    """Raise PackageMissing, which says what needs them and the extra that brings them, unless all are installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise PackageMissing(f"{what} needs {' and '.join(missing)}", fix=f"pip install 'acm_compiler[{extra}]'")
 
 
 class KernelUnavailable(AcmError):

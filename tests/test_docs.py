@@ -53,7 +53,10 @@ def test_every_verb_is_documented_with_its_options(verb):
     command = typer.main.get_command(app).commands[verb]
     commands = [command, *getattr(command, "commands", {}).values()]
     options = {option for c in commands for p in c.params for option in p.opts if option.startswith("--")}
-    assert set(re.findall(r"^\| `(--[a-z-]+)`", section[0], re.MULTILINE)) == options - {"--help"}
+    row = re.compile(r"^\| `(--[a-z-]+)`", re.MULTILINE)
+    shared = re.search(r"^## Options of every saved model\n.*?(?=^## )", COMMANDS, re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`(--[a-z-]+)`", section[0])) & set(row.findall(shared[0]))
+    assert {*row.findall(section[0]), *named} == options - {"--help"}
 
 
 def test_every_exit_code_is_documented():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 
@@ -15,7 +16,7 @@ from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.methods import OURS, Chosen, choose, method_named
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.checkpoint import check_own_folder, save_id
-from acm_compiler.data import Batch, BatchStream, count_examples
+from acm_compiler.data import Batch, BatchStream
 from acm_compiler.errors import RunInterrupted, UsageError
 from acm_compiler.evaluation.comparison import ACM, Comparison, save_comparison
 from acm_compiler.evaluation.results import MetricResult
@@ -174,24 +175,25 @@ class _Comparing:
         return plan_recipe(self.recipe.model_copy(update={"sites": rules}))[1]
 
     def _held_out(self) -> Iterable[Batch]:
+        for batch in self.stream.epoch():
+            yield {name: value.to(self.machine.device) for name, value in batch.items()}
+
+    @cached_property
+    def stream(self) -> BatchStream:
         """The examples to measure on: all, or a few for a first look."""
-        config, device = self.opened.held_out, self.machine.device
-        if self.options.quick:
-            yield from self.opened.first(config, _QUICK, device)
-            return
-        stream = BatchStream(dataset=self.opened.dataset(config), batch=self.recipe.run.eval_batch)
-        for batch in stream.epoch():
-            yield {name: value.to(device) for name, value in batch.items()}
+        data, run, quick = self.opened.dataset(self.opened.held_out), self.recipe.run, self.options.quick
+        count = _QUICK if quick else None
+        return BatchStream(dataset=data, batch=run.eval_batch, seed=run.seed, shuffle=quick, count=count)
 
     def _measured(self, name: str, budgets: tuple[float, ...], subject: Subject) -> Measured:
         """Scores of a method: from the folder, or fitted and measured now."""
         began, kind = monotonic(), Dense if name == _DENSE else method_named(name)
         steps = self.options.steps if kind.trains else 0
-        at = 1.0 if name == _DENSE else self.corrupted_at or 0.0
-        also = self.corrupted_at is not None and at in budgets
-        before = self.scores.load(f"{name}-corrupted-{at}", LEVELS, steps=steps) if also else None
+        at = 1.0 if name == _DENSE else self.corrupted_at
+        corrupted = f"{name}-corrupted-{at}" if self.corrupted_at is not None and at in budgets else None
+        before = self.scores.load(corrupted, LEVELS, steps=steps) if corrupted else None
         kept = self.scores.load(name, budgets, steps=steps)
-        if kept is not None and (before is not None or not also):
+        if kept is not None and (before is not None or corrupted is None):
             self.say(f"{name}: measured before")
             self.corrupted |= {} if before is None else {name: before}
             return kept
@@ -199,15 +201,13 @@ class _Comparing:
         method = kind(subject)
         method.convert(budgets, self.say)
         fitted = monotonic()
-        examples = count_examples(self.opened.dataset(self.opened.held_out))
-        batches = -(-(min(examples, _QUICK) if self.options.quick else examples) // self.recipe.run.eval_batch)
-        with Progress(name, batches, unit="batch", say=self.say) as progress:
+        with Progress(name, len(self.stream), unit="batch", say=self.say) as progress:
             found = measure(method, budgets, progress)
         found = replace(found, steps=steps)
-        if also and at in found.scores:
+        if corrupted and at in found.scores:
             with Progress(f"{name}, corrupted", unit="batch", say=self.say) as progress:
                 self.corrupted[name] = replace(measure_corrupted(method, at, progress), steps=steps)
-            self.scores.save(f"{name}-corrupted-{at}", self.corrupted[name])
+            self.scores.save(corrupted, self.corrupted[name])
         self.scores.save(name, found)
         discard_state(self.scores.folder / name)
         self.say(f"{name}: fitted in {duration(fitted - began)}, measured in {duration(monotonic() - fitted)}")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from acm_compiler.errors import StorageError, UsageError, a_few_of
+from acm_compiler.errors import AcmError, StorageError, UsageError, a_few_of
 from acm_compiler.files import check_room, folder_at, is_part, parse_json, storing
 from acm_compiler.sources.from_hf import PROCESSOR_FILES
 
@@ -44,21 +44,21 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
     Nothing is created.
     """
     folder = folder_at(directory)
-    if folder.exists() and not folder.is_dir():
-        raise StorageError("this is a file, not a folder", where=str(folder), fix="choose an empty or new folder")
     known = _known(folder)
-    found = [path.name for path in folder.iterdir()] if folder.exists() else []
-    foreign = sorted(name for name in found if name not in known and not is_part(name) and not _is_weights(name))
-    if foreign:
-        raise StorageError(
-            "the folder holds files that are not ours",
-            where=str(folder),
-            found=a_few_of(foreign),
-            fix="choose an empty or new folder",
-        )
+    refuse_others(folder, lambda name: name in known or _is_weights(name), "the folder holds files that are not ours")
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     with storing(folder), tempfile.TemporaryFile(dir=nearest):
         pass
+
+
+def refuse_others(folder: Path, is_own: Callable[[str], bool], what: str, kind: type[AcmError] = StorageError) -> None:
+    """Raise `kind`, with the words `what`, where a folder holds files that are not its own; also where it is a file."""
+    fix = "choose an empty or new folder"
+    if folder.exists() and not folder.is_dir():
+        raise kind("this is a file, not a folder", where=str(folder), fix=fix)
+    found = [path.name for path in folder.iterdir()] if folder.exists() else []
+    if others := sorted(name for name in found if not is_own(name) and not is_part(name)):
+        raise kind(what, where=str(folder), found=a_few_of(others), fix=fix)
 
 
 def holds_model(directory: str | os.PathLike[str]) -> bool:

@@ -15,18 +15,10 @@ from acm_compiler.cli.bench import bench
 from acm_compiler.cli.compare import compare
 from acm_compiler.cli.doctor import doctor
 from acm_compiler.cli.eval import evaluate
-from acm_compiler.cli.explain import explain
 from acm_compiler.cli.export import export
-from acm_compiler.cli.kernels import kernels
-from acm_compiler.cli.output import (
-    Output,
-    ending_unwritable,
-    error_facts,
-    is_first_of_machine,
-    say_warnings,
-    sentence,
-    wants_json,
-)
+from acm_compiler.cli.kernels import explain, kernels
+from acm_compiler.cli.options import wants_json
+from acm_compiler.cli.output import Output, ending_unwritable, error_facts, is_first_of_machine, say_warnings, sentence
 from acm_compiler.cli.plan import plan
 from acm_compiler.cli.recipes import recipes_app, schema, validate
 from acm_compiler.cli.report import report

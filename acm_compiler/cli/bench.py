@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import (
+from acm_compiler.cli.options import (
     BaseOption,
     CodeOption,
     DataOption,
     DeviceOption,
     DirArgument,
-    Given,
+    JsonOption,
     TaskOption,
-    by_commas,
-    read_budgets,
 )
+from acm_compiler.cli.output import Output
+from acm_compiler.runs.given import Given, by_commas, read_budgets
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.bench import Contest

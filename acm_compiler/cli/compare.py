@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output, SetOption
+from acm_compiler.cli.options import JsonOption, RecipeOption, SetOption
+from acm_compiler.cli.output import Output
 from acm_compiler.errors import UsageError
 from acm_compiler.runs.given import by_commas
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def compare(
-    recipe: Annotated[str, typer.Option("--recipe", metavar="R", help="A YAML file, or the name of a shipped recipe.")],
+    recipe: RecipeOption,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the result goes, the converted model too; unset: runs/NAME."),

@@ -11,7 +11,8 @@ from typing import Any
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.cli.options import JsonOption
+from acm_compiler.cli.output import Output
 
 _DISTRIBUTIONS = ("acm_compiler", "torch", "torchvision", "triton", "transformers", "timm", "accelerate")
 _BACKEND = "acm"

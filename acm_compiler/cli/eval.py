@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption, checked_budgets
+from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DirArgument, JsonOption, TaskOption
+from acm_compiler.cli.output import Output
+from acm_compiler.runs.given import Given, checked_budgets
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.evaluate import Setting

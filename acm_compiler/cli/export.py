@@ -7,17 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import (
-    BaseOption,
-    CodeOption,
-    DataOption,
-    DirArgument,
-    Given,
-    TaskOption,
-    by_commas,
-    checked_budgets,
-)
+from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DirArgument, JsonOption, TaskOption
+from acm_compiler.cli.output import Output
+from acm_compiler.runs.given import Given, by_commas, checked_budgets
 
 if TYPE_CHECKING:
     from acm_compiler.runs.recipe_run import SavedRun

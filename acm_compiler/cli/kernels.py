@@ -1,4 +1,4 @@
-"""`acmc kernels`: which GPU kernels run an ACM, with which tiles and from where, and what they need once built."""
+"""`acmc explain` and `acmc kernels`: what runs each ACM when it is compiled, and the GPU kernels with their tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DirArgument, JsonOption, TaskOption
+from acm_compiler.cli.output import Output
+from acm_compiler.runs.given import Given
 
 if TYPE_CHECKING:
     from acm_compiler.codegen.gpu.ahead.build import Kernel
@@ -21,6 +23,28 @@ if TYPE_CHECKING:
 _ARCHITECTURES = (80, 90)
 _DTYPES = ("bf16", "fp16", "fp32", "tf32")
 _NOT_BUILT = "not built"
+
+
+def explain(
+    directory: DirArgument,
+    batch: Annotated[int, typer.Option("--batch", min=1, metavar="B", help="Examples in the traced call.")] = 2,
+    task: TaskOption = None,
+    data: DataOption = None,
+    base_model: BaseOption = None,
+    allow_code: CodeOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Trace the model's call and print one row per site."""
+    from acm_compiler.backend.explanation import explain
+    from acm_compiler.runs.recipe_run import open_saved_run
+    from acm_compiler.sources.inputs import split_inputs
+
+    output = Output(json=json)
+    run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
+    args, kwargs = split_inputs(run.inputs(batch))
+    found = explain(run.model.eval(), *args, **kwargs)
+    output.say(str(found))
+    output.document({key: value for key, value in found.as_json().items() if key != "schema"})
 
 
 def kernels(

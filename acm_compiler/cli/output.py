@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -20,23 +20,6 @@ from acm_compiler.errors import AcmError, RecipeError
 JSON_SCHEMA = 1
 # what writing to a stream that was opened before may raise; unbuffered, it leaves no trace in the stream
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF)
-_WANTS_JSON = "acm_compiler.json"
-
-
-def _remember(ctx: typer.Context, wanted: bool) -> bool:
-    if wanted:
-        ctx.meta[_WANTS_JSON] = True  # shared by all contexts of one call: errors are reported by the outermost
-    return wanted
-
-
-JsonOption = Annotated[
-    bool,
-    typer.Option("--json", callback=_remember, is_eager=True, help="Print one JSON document; all else goes to stderr."),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a recipe, such as schedule[0].lr=1e-4; repeatable."),
-]
 
 
 def sentence(error: AcmError) -> str:
@@ -49,11 +32,6 @@ def sentence(error: AcmError) -> str:
 def error_facts(error: AcmError) -> dict[str, Any]:
     """The fields of an error in a JSON document, under `error`."""
     return {"kind": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
-
-
-def wants_json(ctx: typer.Context) -> bool:
-    """True if the verb was called with --json."""
-    return bool(ctx.meta.get(_WANTS_JSON))
 
 
 def is_first_process() -> bool:

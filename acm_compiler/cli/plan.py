@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output, SetOption, error_facts
+from acm_compiler.cli.options import JsonOption, SetOption
+from acm_compiler.cli.output import Output, error_facts
 from acm_compiler.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output, SetOption, error_facts, sentence
+from acm_compiler.cli.options import JsonOption, SetOption
+from acm_compiler.cli.output import Output, error_facts, sentence
 
 if TYPE_CHECKING:
     from acm_compiler.recipe import Recipe

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from acm_compiler.cli.eval import keep, measure
-from acm_compiler.cli.output import JsonOption, Output
-from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DirArgument, Given, TaskOption
+from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DirArgument, JsonOption, TaskOption
+from acm_compiler.cli.output import Output
+from acm_compiler.runs.given import Given
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.comparison import Comparison

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from acm_compiler.cli.output import JsonOption, Output, SetOption
+from acm_compiler.cli.options import JsonOption, RecipeOption, SetOption
+from acm_compiler.cli.output import Output
 
 if TYPE_CHECKING:
     from acm_compiler.recipe import Recipe
@@ -23,7 +24,7 @@ ForceOption = Annotated[
 
 
 def rewrite(
-    recipe: Annotated[str, typer.Option("--recipe", metavar="R", help="A YAML file, or the name of a shipped recipe.")],
+    recipe: RecipeOption,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the result goes; unset: runs/NAME.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Stop before the first phase, with all checks made.")

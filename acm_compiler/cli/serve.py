@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DeviceOption, DirArgument, TaskOption
 from acm_compiler.cli.output import Output
-from acm_compiler.runs.given import BaseOption, CodeOption, DataOption, DeviceOption, DirArgument, Given, TaskOption
+from acm_compiler.errors import UsageError, require_packages
+from acm_compiler.runs.given import Given
 
 SloOption = Annotated[
     str | None,
@@ -55,9 +57,7 @@ def serve(
     allow_code: CodeOption = False,
 ) -> None:
     """Answer requests until a signal comes, then finish those that were taken."""
-    from acm_compiler.serving import require_packages
-
-    require_packages()
+    require_packages(("fastapi", "prometheus_client", "python_multipart", "uvicorn"), "serving", "serve")
     from acm_compiler.files import bytes_of
     from acm_compiler.serving.batcher import Limits
     from acm_compiler.serving.open_served import ServeOptions
@@ -82,8 +82,6 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 
 def seconds_of(text: str, option: str) -> float:
     """The seconds that a time such as 50ms or 1.5s is. UsageError for others."""
-    from acm_compiler.errors import UsageError
-
     found = _TIME.fullmatch(text.strip())
     if found is None:
         expected = "a number and its unit, ms or s, such as 50ms or 1.5s"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acm_compiler.errors import PackageMissing, UnusableClip
+from acm_compiler.errors import UnusableClip, require_packages
 
 _QUIET = 1e-7  # the variance that silence is divided by
 
@@ -67,11 +67,10 @@ def collate_clips(examples: Sequence[dict[str, Any]], *, label_padding: int) -> 
 
 
 def _libraries() -> tuple[Any, Any]:
-    try:
-        import soundfile
-        import soxr
-    except ImportError as error:
-        raise PackageMissing("audio needs soundfile and soxr", fix="pip install 'acm_compiler[audio]'") from error
+    require_packages(("soundfile", "soxr"), "audio", "audio")
+    import soundfile
+    import soxr
+
     return soundfile, soxr
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from acm_compiler.acm.intact import refuse_in_parts, refuse_skips
 from acm_compiler.checkpoint.folder import checked_extra
-from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.errors import UsageError, did_you_mean, require_packages
 from acm_compiler.exporting import aoti, checkpoint, onnx
 from acm_compiler.exporting.calls import (
     Axes,
@@ -79,8 +79,9 @@ def export(
     """
     folder = check_folder(path)
     check_format(format, fixed_k, budget, extra)
+    files = checked_extra(extra)
     if format == "onnx":
-        onnx.check_packages()
+        require_packages(onnx.PACKAGES, "ONNX", "onnx")
     found = wholly_rewritten(rewritten_root(model), "an export")
     refuse_in_parts(model, "an export")
     refuse_skips(found.acms, "an export")
@@ -88,22 +89,20 @@ def export(
         onnx.check_weights(found)
     if format == "aoti":
         aoti.check_sites(found)
+    call = example_call(found.model, example_inputs)
     if format == "checkpoint":
-        return _write_checkpoint(found, folder, example_inputs, fixed_k, budget, checked_extra(extra))
+        return _write_checkpoint(found, folder, call, _chosen_ks(found, call, fixed_k, budget), files)
     with undisturbed(found), without_dense_regions(found), counters_kept(found, traced=format == "pt2"):
-        ks = {}
         if fixed_k is not None or budget is not None:
-            ks = _chosen_ks(found, example_call(found.model, example_inputs), fixed_k, budget)
-        if ks:
-            traced = _with_fixed_k(found, example_inputs, ks, dynamic=dynamic)
-        else:
-            named = check_controls(controls, inputs=names_of(found.model, example_call(found.model, example_inputs)))
-            require = aoti.required if format == "aoti" else asserted
-            module = Controlled(found, named, per_example=per_example, require=require)
-            traced = _with_budgets(found, module, example_inputs, dynamic=dynamic)
+            ks = _chosen_ks(found, call, fixed_k, budget)
+            return _write_files(found, _with_fixed_k(found, call, ks, dynamic=dynamic), folder, format, ks)
+        named = check_controls(controls, inputs=names_of(found.model, call))
+        require = aoti.required if format == "aoti" else asserted
+        module = Controlled(found, named, per_example=per_example, require=require)
+        traced = _with_budgets(found, module, call, dynamic=dynamic)
         if format == "pt2":
             return _write_pt2(found, traced, folder)
-        return _write_files(found, traced, folder, format, ks)
+        return _write_files(found, traced, folder, format, {})
 
 
 def _write_pt2(found: Rewritten, traced: Traced, folder: Path) -> Path:
@@ -135,15 +134,9 @@ def _write_files(found: Rewritten, traced: Traced, folder: Path, format: str, ks
 
 
 def _write_checkpoint(
-    found: Rewritten,
-    folder: Path,
-    inputs: Inputs,
-    fixed_k: int | None,
-    budget: float | str | None,
-    extra: dict[str, bytes | str],
+    found: Rewritten, folder: Path, call: Call, ks: Mapping[str, int], extra: dict[str, bytes | str]
 ) -> Path:
-    args, kwargs = example_call(found.model, inputs)
-    ks = _chosen_ks(found, (args, kwargs), fixed_k, budget)
+    args, kwargs = call
     checkpoint.check_class(found, ks)
     built: Any = checkpoint.build(found, ks)
     with undisturbed(found):
@@ -187,9 +180,9 @@ def check_format(format: str, fixed_k: int | None = None, budget: float | str | 
         raise UsageError("extra files must be None but for the format checkpoint", where="extra", found=format)
 
 
-def _with_budgets(found: Rewritten, module: Controlled, inputs: Inputs, *, dynamic: Axes | None) -> Traced:
+def _with_budgets(found: Rewritten, module: Controlled, call: Call, *, dynamic: Axes | None) -> Traced:
     """The program whose budget is an input."""
-    model, call = found.model, example_call(found.model, inputs)
+    model = found.model
     _check_runs(model, call)
     extra = example_controls(module, batch=batch_of(*call) if module.per_example else None)
     args, kwargs = call[0], call[1] | extra
@@ -210,11 +203,9 @@ def _with_budgets(found: Rewritten, module: Controlled, inputs: Inputs, *, dynam
     )
 
 
-def _with_fixed_k(found: Rewritten, inputs: Inputs, ks: Mapping[str, int], *, dynamic: Axes | None) -> Traced:
+def _with_fixed_k(found: Rewritten, call: Call, ks: Mapping[str, int], *, dynamic: Axes | None) -> Traced:
     """The program in which every token of a site runs as many learners as `ks` says."""
-    model, call = found.model, example_call(found.model, inputs)
-    names = names_of(model, call)
-    _check_runs(model, call)
+    model, names = found.model, names_of(found.model, call)
 
     def answer(_: float) -> Any:
         hold(found, ks)

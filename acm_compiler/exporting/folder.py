@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from acm_compiler.checkpoint.folder import Writer, write_folder
-from acm_compiler.errors import StorageError, UsageError, a_few_of
+from acm_compiler.checkpoint.folder import Writer, refuse_others, write_folder
+from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.exporting.fixed import learner_share
 from acm_compiler.exporting.traced import TensorInput
 from acm_compiler.files import folder_at, parse_json, whole_file, write_file
@@ -27,16 +27,8 @@ FORMAT = 1
 def check_folder(path: str | os.PathLike[str]) -> Path:
     """The folder that `path` is. UsageError unless it is new, empty, or holds an earlier export alone."""
     folder = folder_at(path)
-    if folder.exists() and not folder.is_dir():
-        raise UsageError("this is a file, not a folder", where=str(folder), fix="choose an empty or new folder")
-    foreign = sorted({entry.name for entry in folder.iterdir()} - _listed(folder)) if folder.exists() else []
-    if foreign:
-        raise UsageError(
-            "the folder holds files that are of no export",
-            where=str(folder),
-            found=a_few_of(foreign),
-            fix="choose an empty or new folder",
-        )
+    own = set() if folder.is_file() else _listed(folder)
+    refuse_others(folder, own.__contains__, "the folder holds files that are of no export", UsageError)
     return folder
 
 

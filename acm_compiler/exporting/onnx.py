@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,18 @@ from torch.utils import _pytree as pytree
 from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
 from acm_compiler.acm.ops import GATE, LEARNERS, as_gate
 from acm_compiler.acm.reference import Weights, hidden, prefix_output
-from acm_compiler.errors import PackageMissing, UsageError
+from acm_compiler.errors import UsageError
 from acm_compiler.exporting.traced import Traced, refusing
 from acm_compiler.passes.rewrite.conversion import Rewritten
 
 FILE = "model.onnx"
-_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+"""The exporter, and ONNX Runtime, which its files are tried with."""
 # weights of more bytes go to a file of their own: one message of protobuf holds less than 2 GiB
 _ONE_FILE = 2**31 - 2**26
 # operators that take a part of a weight
 _PARTS, _ANY_SIZE = ("Gather", "Reshape", "Slice", "Transpose"), 2**62
 _CAST = torch.ops.aten.view.dtype
-
-
-def check_packages() -> None:
-    """PackageMissing where the exporter or ONNX Runtime, which its files are tried with, is not installed."""
-    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
-        raise PackageMissing(f"ONNX needs {' and '.join(missing)}", fix="pip install 'acm_compiler[onnx]'")
 
 
 def usage(traced: Traced) -> str:

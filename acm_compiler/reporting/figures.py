@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from acm_compiler.errors import PackageMissing
+from acm_compiler.errors import require_packages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,13 +32,8 @@ _PATH, _FINE = re.compile(r' d="[^"]*"'), re.compile(r"(\.\d\d)\d+")
 
 
 def require_matplotlib() -> None:
-    """Raise PackageMissing, naming the extra, when there is no matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise PackageMissing(
-            "a report needs matplotlib, which is not installed", fix="pip install 'acm_compiler[viz]'"
-        ) from None
+    """Raise PackageMissing when there is no matplotlib."""
+    require_packages(("matplotlib",), "a report", "viz")
 
 
 @contextmanager

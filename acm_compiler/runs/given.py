@@ -1,45 +1,18 @@
-"""Options of the command line in place of what a folder's recipe says: task, data, base model, budgets."""
+"""Values of options in place of what a folder's recipe says: task, data, base model, budgets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from acm_compiler.errors import UsageError
 
 if TYPE_CHECKING:
+    from acm_compiler.recipe import Recipe
     from acm_compiler.recipe.datasets import DataConfig
     from acm_compiler.recipe.models import ModelConfig
     from acm_compiler.recipe.tasks import TaskConfig
-
-TaskOption = Annotated[
-    str | None,
-    typer.Option(
-        "--task", metavar="TASK", help="classify, causal_lm, python:module:function, {kind: …}; unset: the recipe's."
-    ),
-]
-DataOption = Annotated[
-    str | None,
-    typer.Option(
-        "--data",
-        metavar="DATA",
-        help="Examples: python:module:function, or {kind: …} as in recipes; unset: its own.",
-    ),
-]
-BaseOption = Annotated[
-    str | None,
-    typer.Option("--base-model", metavar="MODEL", help="The model before conversion, such as python:module:function."),
-]
-CodeOption = Annotated[
-    bool, typer.Option("--allow-code", help="Import functions that the folder names. Only for folders you trust.")
-]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:1; unset: the recipe's.")
-]
-DirArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that acmc rewrite or acm.save wrote.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +22,13 @@ class Given:
     task: TaskConfig | None = None
     data: DataConfig | None = None
     base: ModelConfig | None = None
+
+    def over(self, recipe: Recipe | None) -> Given:
+        """The same with the recipe's task, and the data it is evaluated on, where none were named."""
+        if recipe is None:
+            return self
+        data = recipe.data.eval if recipe.data else None
+        return replace(self, task=self.task or recipe.task, data=self.data or data)
 
     @staticmethod
     def read(task: str | None, data: str | None, base_model: str | None) -> Given:
@@ -82,7 +62,7 @@ def checked_budgets(directory: Path, text: str) -> list[float | str]:
     from acm_compiler.runtime.budgets import setting_of
 
     asked = parse_budgets(text)
-    check_folder(directory)
+    refuse_missing(directory)
     owner = saved_conversion(directory)
     for budget in asked:
         setting_of(owner, budget)
@@ -108,7 +88,7 @@ def _number(text: str) -> float | str:
         return text
 
 
-def check_folder(directory: Path) -> None:
+def refuse_missing(directory: Path) -> None:
     """UsageError where there is no such folder."""
     if not directory.is_dir():
         raise UsageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")

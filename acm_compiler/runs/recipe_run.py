@@ -25,7 +25,7 @@ from acm_compiler.recipe.datasets import DataConfig
 from acm_compiler.recipe.schema import BudgetsConfig, RunConfig
 from acm_compiler.recipe.tasks import TaskConfig
 from acm_compiler.runs.folder import subject_of
-from acm_compiler.runs.given import Given, check_folder
+from acm_compiler.runs.given import Given, refuse_missing
 from acm_compiler.sources.build import build
 from acm_compiler.sources.inputs import Inputs, fit_to
 from acm_compiler.tasks import Task, open_task
@@ -47,7 +47,8 @@ class OpenedRecipe:
         where: str = "",
         image_size: tuple[int, int] | None = None,
     ) -> None:
-        self.recipe, self.given, self.where, self.image_size = recipe, given or Given(), where, image_size
+        self.recipe, self.where, self.image_size = recipe, where, image_size
+        self.given = (given or Given()).over(recipe)
         self._sets: dict[tuple[str, tuple[int, int] | None], Any] = {}
 
     @property
@@ -58,18 +59,16 @@ class OpenedRecipe:
     @property
     def task_config(self) -> TaskConfig:
         """The task's section. UsageError where nothing names one."""
-        config = self.given.task or (self.recipe.task if self.recipe else None)
-        if config is None:
+        if self.given.task is None:
             raise self._misses("task")
-        return config
+        return self.given.task
 
     @property
     def held_out(self) -> DataConfig:
         """The section of the data to evaluate on. UsageError where nothing names any."""
-        config = self.given.data or (self.recipe.data.eval if self.recipe and self.recipe.data else None)
-        if config is None:
+        if self.given.data is None:
             raise self._misses("data")
-        return config
+        return self.given.data
 
     def dataset(self, config: DataConfig) -> Dataset[Any]:
         """The examples of a section. DataError when they are not here."""
@@ -165,9 +164,8 @@ class SavedRun:
     @property
     def subject(self) -> str | None:
         """Subject of an evaluation of this run; see `Evaluation.subject`."""
-        data = self.recipe.data.eval if self.recipe is not None and self.recipe.data is not None else None
-        task = self.recipe.task if self.recipe else None
-        return subject_of(self.directory, self.given.data or data, self.given.task or task)
+        known = self.given.over(self.recipe)
+        return subject_of(self.directory, known.data, known.task)
 
     def has_measured(self, found: Evaluation) -> bool:
         """True where an evaluation may be of this saved model, on this run's data where they are known."""
@@ -231,7 +229,7 @@ def open_saved_run(
 
 def saved_recipe(directory: Path) -> Recipe | None:
     """The recipe of the model saved in `directory`, None where it was saved without. UsageError without a folder."""
-    check_folder(directory)
+    refuse_missing(directory)
     file = directory / "recipe.yaml"
     return load_recipe(file) if file.is_file() else None
 

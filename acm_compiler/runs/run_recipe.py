@@ -96,8 +96,7 @@ def _run_alone(recipe: Recipe, options: RunOptions, machine: Machine, say: Say) 
         _note_budgets(model, evaluation)
     save(model, options.directory, extra={"recipe.yaml": resolved_yaml(recipe), **processor_files(recipe.model)})
     if evaluation is not None:
-        data = recipe.data.eval if recipe.data else None
-        evaluation = replace(evaluation, subject=subject_of(options.directory, data, recipe.task))
+        evaluation = replace(evaluation, subject=subject_of(options.directory, run.given.data, run.given.task))
         save_evaluation(options.directory, evaluation)
     drop_measured(options.directory, say, evaluated=evaluation is not None)
     if left := recipe.schedule[done:]:

@@ -173,11 +173,7 @@ class Batcher:
         with self._changed:
             while not self._queue and not self.stopping:
                 self._changed.wait()
-            full = self._changed.wait_for(lambda: self.stopping or len(self._queue) >= self._limits.batch, 0)
-            if not full and self._limits.wait_s:
-                self._changed.wait_for(
-                    lambda: self.stopping or len(self._queue) >= self._limits.batch, self._limits.wait_s
-                )
+            self._changed.wait_for(lambda: self.stopping or len(self._queue) >= self._limits.batch, self._limits.wait_s)
             return self._take() if self._queue else []
 
     def _take(self) -> list[Job]:

@@ -50,8 +50,8 @@ def open_served(directory: Path, given: Given, options: ServeOptions) -> Served:
     """The model saved in `directory`, without its dense regions. UsageError for a task that is not served."""
     recipe = saved_recipe(directory)
     recipe = recipe and expand_paths(recipe)
-    task = given.task or (recipe.task if recipe else None)
-    kind = _kind(task, directory)
+    given = given.over(recipe)
+    kind = _kind(given.task, directory)
     base = None if given.base is None else build(given.base).model
     model = finalize(load(directory, base_model=base, allow_code=options.allow_code))
     model = model.to(find_device(options.device or (recipe.run.device if recipe else "auto"), where="--device"))
@@ -59,18 +59,17 @@ def open_served(directory: Path, given: Given, options: ServeOptions) -> Served:
     if options.quantized is not None and found.owner.quantized is None:
         quantize(model, options.quantized)
     use = RecentUsage(meter(model))
-    data = given.data or (recipe.data.eval if recipe and recipe.data else None)
-    assert task is not None
+    assert given.task is not None
     return Served(
         name=recipe.name if recipe else directory.absolute().name,
         kind=kind,
         model=model,
         call=torch.compile(model, backend="acm", dynamic=True) if options.compiled else model,
-        task=open_task(task, None, model),
-        reader=_reader(directory, model, found.owner.plan, recipe, data, options),
+        task=open_task(given.task, None, model),
+        reader=_reader(directory, model, found.owner.plan, recipe, given.data, options),
         found=found,
         use=use,
-        classes=_classes(model, data),
+        classes=_classes(model, given.data),
     )
 
 

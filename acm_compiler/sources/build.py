@@ -48,26 +48,25 @@ class BuiltModel(NamedTuple):
 def build(
     config: ModelConfig,
     *,
-    weights: bool = True,
     device: Device = "cpu",
     example: InputConfig | InputSpec | None = None,
     allow_code: bool = False,
 ) -> BuiltModel:
-    """The model that `config` names, with its `weights` or only its structure.
+    """The model that `config` names; on the meta device only its structure, without weights, and nothing is drawn.
 
-    On the meta device there are no weights and nothing is drawn; a `python:` function decides itself. `example`
-    says what one example is, else the source does. `allow_code`: whether a saved directory may name a function.
+    A `python:` function decides itself. `example` says what one example is, else the source does. `allow_code`:
+    whether a saved directory may name a function.
     ModelSourceError when the reference names nothing that can be built here.
     """
     if config.source == "directory":
         record = _read_record(Path(config.name))
-        if weights and device != "meta":
+        if device != "meta":
             raise ModelSourceError(
                 "a saved directory holds a model that is converted already", where=config.name, fix="acm.load it"
             )
         found = _rebuild(record, device=device, allow_code=allow_code)
     else:
-        found = _BUILDERS[config.source](config, weights=weights and device != "meta", device=device)
+        found = _BUILDERS[config.source](config, weights=device != "meta", device=device)
         record = _record(config, found)
     model = found.model.eval()
     inputs = make_inputs(model, example) if example is not None else found.example and found.example(model)

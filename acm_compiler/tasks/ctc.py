@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.data.batch import Batch, Facts
-from acm_compiler.errors import DataError, PackageMissing, UsageError
+from acm_compiler.errors import DataError, UsageError, require_packages
 from acm_compiler.sources.inputs import Inputs
 from acm_compiler.tasks.base import part_of
 from acm_compiler.tasks.language import TokenLogits
@@ -152,10 +152,9 @@ def _length(text: str, unit: Unit) -> int:
 
 
 def _edits(spoken: str, found: str, unit: Unit) -> int:
-    try:
-        import jiwer
-    except ImportError as error:
-        raise PackageMissing("jiwer counts word errors", fix="pip install 'acm_compiler[audio]'") from error
+    require_packages(("jiwer",), "the count of word errors", "audio")
+    import jiwer
+
     if not spoken:  # all that is found is too much
         return _length(found, unit)
     counts = (jiwer.process_words if unit == "word" else jiwer.process_characters)(spoken, found)

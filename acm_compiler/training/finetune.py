@@ -125,19 +125,15 @@ class Finetune:
         terms_5 = torch.stack([s.terms for s in seen]).mean(0) / self.machine.world
         shares_4 = torch.stack([s.shares for s in seen]).sum(0)
         counts = [self._counts(acm, seen) for acm in self.acms.values()]
-        flat = self.machine.total(torch.cat([terms_5, shares_4, *counts])).tolist()
-        terms, (share, examples, run, full), flat = dict(zip(_TERMS, flat, strict=False)), flat[5:9], flat[9:]
-        if not self.sampled:
-            terms = {name: terms[name] for name in _TERMS[:2]}
-        choices = {}
-        for name, count in zip(self.acms, counts, strict=True):
-            choices[name], flat = flat[: len(count)], flat[len(count) :]
+        terms_5, shares_4, *counts = self.machine.totals([terms_5, shares_4, *counts])
+        share, examples, run, full = shares_4.tolist()
+        terms = dict(zip(_TERMS if self.sampled else _TERMS[:2], terms_5.tolist(), strict=False))
         bad = [name for name in list(terms)[1:] if not math.isfinite(terms[name])]
         return Figures(
             terms=terms | {"budget_pooled": run / max(full, 1e-30)},
             reached=share / max(examples, 1.0),
             asked=self.step.budget,
-            choices=choices,
+            choices={name: count.tolist() for name, count in zip(self.acms, counts, strict=True)},
             not_finite=f"the {bad[0]} loss" if bad else None,
         )
 

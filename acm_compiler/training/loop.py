@@ -44,11 +44,7 @@ class Run:
 
     def interrupted(self, where: str) -> RunInterrupted:
         """The error for a run that stops here with its state saved."""
-        received = self.interrupts.received
-        return RunInterrupted(
-            f"stopped by {received.name if received else 'another process'} after {where}; the state is saved",
-            fix=f"continue: {self.job.resume_command}",
-        )
+        return self.interrupts.stopped(where, self.job.resume_command)
 
 
 class PhaseLoop:

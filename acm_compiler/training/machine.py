@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,10 @@ class Machine:
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def totals(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Each of these vectors summed over all processes, by one call of them; on the CPU."""
+        return list(self.total(torch.cat(list(vectors))).cpu().split([len(vector) for vector in vectors]))
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """Reduce each flag to True if any process has set it."""

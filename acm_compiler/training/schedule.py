@@ -175,9 +175,8 @@ def make_phase(model: nn.Module, config: TrainedPhase, job: Job, machine: Machin
 
 
 def _check(model: nn.Module, schedule: Sequence[PhaseConfig], job: Job, until: str | None) -> None:
-    names = [config.phase for config in schedule]
-    if "calibrate" in names and job.calibrate is None:
-        raise UsageError("this run cannot carry out the phase 'calibrate'", expected="distill, gate, finetune")
+    if job.calibrate is None and (solved := [config.phase for config in schedule if config.closed_form]):
+        raise UsageError(f"this run cannot carry out the phase {solved[0]!r}", expected="phases that take steps")
     check_phase(until, schedule)
     found = rewritten(model)
     check_schedule(schedule, found.reached.sites, measured=found.owner.table is not None)

@@ -128,10 +128,8 @@ class TappedPhase:
 
     def finish(self) -> Figures:
         """Gradients become those of the mean over all real tokens of all processes, site by site."""
-        flat = self.machine.total(torch.cat(list(self.sums.values()))).tolist()
-        sums: Sums = {}
-        for name, own in self.sums.items():
-            sums[name], flat = flat[: len(own)], flat[len(own) :]
+        totals = self.machine.totals(list(self.sums.values()))
+        sums: Sums = {name: total.tolist() for name, total in zip(self.sums, totals, strict=True)}
         self.sums = self._no_sums()
         scaled: set[int] = set()
         for name, parameters in self.parameters.items():

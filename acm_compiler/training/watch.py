@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from acm_compiler.errors import StorageError, a_few_of
+from acm_compiler.errors import RunInterrupted, StorageError, a_few_of
 from acm_compiler.files import remedy
 from acm_compiler.training.phase import Figures
 from acm_compiler.training.state import what_remains
@@ -172,6 +172,11 @@ class Interrupts:
         finally:
             if self.received is None:
                 self._watch()
+
+    def stopped(self, where: str, resume_command: str) -> RunInterrupted:
+        """The error for work that stops here with its state saved."""
+        by = self.received.name if self.received else "another process"
+        return RunInterrupted(f"stopped by {by} after {where}; the state is saved", fix=f"continue: {resume_command}")
 
     def _watch(self) -> None:
         if threading.current_thread() is threading.main_thread():

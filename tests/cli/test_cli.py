@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.cli.app import VERBS, ErrorBoundary
-from acm_compiler.cli.output import JsonOption, Output
+from acm_compiler.cli.options import JsonOption
+from acm_compiler.cli.output import Output
 from acm_compiler.cli.plan import read_what
 from acm_compiler.cli.rewrite import resume_command
 from acm_compiler.errors import AcmError, BudgetUnreachable, NothingToConvert, RunInterrupted, UsageError

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import acm_compiler as acm
 from acm_compiler.cli import app
-from acm_compiler.errors import AcmError, FixedBudget, UsageError
+from acm_compiler.errors import AcmError, FixedBudget, StorageError, UsageError
+from acm_compiler.exporting.controls import check_controls
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
 from tests.helpers.decoders import gated
 from tests.helpers.models import WIDTH, Flattened, Mlp, Residual
@@ -207,6 +208,16 @@ def test_an_earlier_export_is_replaced_and_files_of_others_are_not(vision, tmp_p
     (tmp_path / "out/notes.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"files that are of no export.*notes\.txt"):
         acm.export(model, tmp_path / "out", x)
+    with pytest.raises(UsageError, match="a file, not a folder"):
+        acm.export(model, tmp_path / "out/notes.txt", x)
+    (tmp_path / "out/export.json").write_text("{}")
+    with pytest.raises(StorageError, match="no description of an export"):
+        acm.export(model, tmp_path / "out", x)
+
+
+def test_an_input_of_the_models_own_is_no_control():
+    with pytest.raises(UsageError, match="the model has an input of that name itself"):
+        check_controls("cap", inputs=["x", "cap"])
 
 
 def refused(model, path, x, match, **options):

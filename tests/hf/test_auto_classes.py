@@ -203,8 +203,8 @@ def with_code(tmp_path):
 
 def test_code_that_comes_with_a_model_runs_only_when_the_user_says_so(with_code, tmp_path):
     with pytest.raises(ModelSourceError, match="comes with Python files of its own, which are not run unasked"):
-        build(parse_reference(f"hf:{with_code}"), weights=False)
-    built = build(parse_reference(f"hf:{with_code}", trust_remote_code=True), weights=False)
+        build(parse_reference(f"hf:{with_code}", weights=None))
+    built = build(parse_reference(f"hf:{with_code}", trust_remote_code=True, weights=None))
     assert type(built.model).__name__ == "OwnModel" and built.record["trust_remote_code"]
     x = torch.ones(1, 4, 8)
     copied = acm.rewrite(built.model, acm.plan(built.model, x, source=built.record))

@@ -17,7 +17,6 @@ import pytest
 from typer.testing import CliRunner
 
 import acm_compiler as acm
-from acm_compiler import serving
 from acm_compiler.cli import app
 from acm_compiler.cli.serve import seconds_of
 from acm_compiler.errors import BudgetUnreachable, UsageError
@@ -84,7 +83,7 @@ def test_a_budget_out_of_reach_is_refused(images):
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch, images):
-    monkeypatch.setattr(serving, "find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     words = refused(images, "--task", "classify", code=1)
     assert "needs uvicorn" in words and "acm_compiler[serve]" in words
 

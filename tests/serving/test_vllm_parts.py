@@ -58,7 +58,13 @@ def test_a_fixed_k_is_refused_and_no_choice_runs_every_learner(model, tmp_path):
     plain = gated_llama()
     for site in acm.sites(plain).values():
         assert int(site.k_lo) == site.count
-    assert saved(plain, tmp_path / "plain").own.decode.share == 1
+    found = saved(plain, tmp_path / "plain")
+    assert found.own.decode.share == 1
+    with pytest.raises(UsageError, match="must be the id of a token"):
+        found.of_request({"thinking_budget": 0.5, "thinking_end": -1})
+    acm.set_k(plain, 2)
+    with pytest.raises(UsageError, match="saved with a fixed k"):
+        saved(plain, tmp_path / "plain")
 
 
 def test_sites_without_learners_are_refused(tmp_path):

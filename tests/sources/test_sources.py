@@ -151,7 +151,7 @@ def test_models_that_read_values_while_built_are_on_meta_too_and_stay_tied():
 )
 def test_names_that_nothing_has_are_refused_with_the_nearest(config, message):
     with pytest.raises(UsageError, match=message):
-        build(ModelConfig(**config), weights=False, device="meta")
+        build(ModelConfig(**config), device="meta")
 
 
 @pytest.mark.parametrize("name", ["./minilmm", "models/minilmm", "minilmm", "../here/models/minilmm"])
@@ -162,9 +162,9 @@ def test_a_mistyped_folder_is_met_with_what_lies_beside_it(tmp_path, monkeypatch
         (place / folder / "config.json").write_text("{}")
     monkeypatch.chdir(place)
     with pytest.raises(ModelSourceError, match=rf"did you mean '{re.escape(name[:-1])}'"):
-        build(parse_reference(f"hf:{name}"), weights=False, device="meta")
+        build(parse_reference(f"hf:{name}"), device="meta")
     with pytest.raises(ModelSourceError, match=r"^((?!did you mean)[\s\S])*$"):
-        build(parse_reference(f"hf:{name[:-7]}quite-another"), weights=False, device="meta")
+        build(parse_reference(f"hf:{name[:-7]}quite-another"), device="meta")
 
 
 def test_the_users_own_folder_is_found_behind_a_source(tmp_path, monkeypatch):
@@ -201,7 +201,6 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path):
     assert re.search(r"weights of timm:vit_tiny.* .found none in the hub's cache; the hub cannot be reached", timm)
 
 
-@pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -211,16 +210,16 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path):
         ("mvitv2_small_cls.augreg", "'augreg' .expected none"),
     ],
 )
-def test_a_pretrained_tag_that_timm_lacks_is_met_with_those_it_has(name, message, weights):
+def test_a_pretrained_tag_that_timm_lacks_is_met_with_those_it_has(name, message):
     pytest.importorskip("timm")
     with pytest.raises(ModelSourceError, match=message):
-        build(parse_reference(f"timm:{name}"), weights=weights, device="meta")
+        build(parse_reference(f"timm:{name}"), device="meta")
 
 
 def test_offline_by_choice_is_said(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelSourceError, match=r"HF_HUB_OFFLINE is set\)\n  give a folder"):
-        build(parse_reference("hf:owner/name"), weights=False, device="meta")
+        build(parse_reference("hf:owner/name"), device="meta")
 
 
 def test_a_users_function_gives_a_model_and_maybe_inputs(users_module):
@@ -250,9 +249,9 @@ def test_code_named_in_a_directory_runs_only_when_allowed(users_module, tmp_path
     saved = parse_reference(str(tmp_path))
     sys.modules.pop(users_module)
     with pytest.raises(ModelSourceError, match="--allow-code"):
-        build(saved, weights=False)
+        build(saved, device="meta")
     assert users_module not in sys.modules
-    assert isinstance(build(saved, weights=False, allow_code=True).model, nn.Linear)
+    assert isinstance(build(saved, device="meta", allow_code=True).model, nn.Linear)
 
 
 def test_a_saved_directory_gives_the_base_models_structure_and_inputs(tmp_path):
@@ -271,7 +270,7 @@ def test_a_saved_directory_gives_the_base_models_structure_and_inputs(tmp_path):
 def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(StorageError):
-        build(ModelConfig(source="directory", name=str(tmp_path)), weights=False)
+        build(ModelConfig(source="directory", name=str(tmp_path)), device="meta")
 
 
 def test_the_shipped_model_has_its_weights_and_its_input():

@@ -216,9 +216,10 @@ def test_damaged_answers_are_refused(tmp_path):
     run_schedule(learner(), [healing()], job_in(tmp_path, teacher=make_teacher()))
     (tmp_path / "state" / "1-0").rename(tmp_path / "done")
     (file,) = (tmp_path / "state" / "answers").glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(StorageError, match="answers that were kept are damaged"):
-        run_schedule(learner(), [healing()], job_in(tmp_path, teacher=make_teacher()), resume=True)
+    for damaged, content in ((file, file.read_bytes()[:100]), (file.with_name("facts.json"), b"[")):
+        damaged.write_bytes(content)
+        with pytest.raises(StorageError, match="answers that were kept are damaged"):
+            run_schedule(learner(), [healing()], job_in(tmp_path, teacher=make_teacher()), resume=True)
 
 
 def test_data_that_are_others_in_every_epoch_are_refused(tmp_path):

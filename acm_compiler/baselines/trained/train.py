@@ -28,7 +28,7 @@ from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.site_method import SiteMethod
 from acm_compiler.data import Batch
 from acm_compiler.data.batch import size_of
-from acm_compiler.errors import RunInterrupted, StorageError, TrainingFailed
+from acm_compiler.errors import StorageError, TrainingFailed
 from acm_compiler.files import storing, whole_file
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.phases import FinetunePhase
@@ -117,14 +117,12 @@ class _Keeping:
 
     def after(self, done: int, *, epoch: int) -> None:
         """Between two steps. RunInterrupted after a signal, with the state saved."""
-        stopped = self.interrupts.received
+        stopped = self.interrupts.received is not None
         if stopped or done == self.steps or passes(self.job.run.save_every, done, epoch=epoch, since=self.saved_at):
             self.state.save(done, is_last=done == self.steps)
             self.saved_at = time.monotonic()
         if stopped:
-            where = f"step {done} of {self.steps} of {self.name}"
-            fix = f"continue: {self.job.resume_command}"
-            raise RunInterrupted(f"stopped by {stopped.name} after {where}; the state is saved", fix=fix)
+            raise self.interrupts.stopped(f"step {done} of {self.steps} of {self.name}", self.job.resume_command)
 
 
 def to_dense(subject: Subject, output: Any, batch: Batch, wanted: Tensor) -> Tensor:

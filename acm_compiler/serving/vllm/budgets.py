@@ -61,6 +61,11 @@ class SavedBudgets:
     choices: Mapping[str, Mapping[str, tuple[float, int, int]]] | None
 
     @classmethod
+    def of_engine(cls, vllm_config: Any) -> SavedBudgets:
+        """The budgets of the folder that an engine of vLLM serves."""
+        return cls.read(vllm_config.model_config.model, vllm_config.additional_config)
+
+    @classmethod
     def read(cls, folder: str, options: Any = None) -> SavedBudgets:
         """The budgets in `folder`; those of vLLM's --additional-config, under `acm_budget`, come before what was saved.
 
@@ -196,7 +201,7 @@ def token_settings(vllm_config: Any) -> TokenSettings:
     """The settings that the model and the processor of one engine share; made by the first of them."""
     found = _OF_ENGINES.get(vllm_config.instance_id)
     if found is None:
-        saved = SavedBudgets.read(vllm_config.model_config.model, vllm_config.additional_config)
+        saved = SavedBudgets.of_engine(vllm_config)
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         most = max(tokens, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         found = TokenSettings(saved.own, tokens=most, device=torch.device(vllm_config.device_config.device))

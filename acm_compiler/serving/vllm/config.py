@@ -52,10 +52,10 @@ class Limits(VerifyAndUpdateConfig):
         """Refuse, by UsageError, what would be wrong without a word; let requests name budgets where they can."""
         for words, fix in _refusals(vllm_config):
             raise UsageError(f"a converted model cannot be served with {words}", fix=fix)
-        model = vllm_config.model_config
-        SavedBudgets.read(model.model, vllm_config.additional_config)
+        SavedBudgets.of_engine(vllm_config)
         if vllm_config.cache_config.enable_prefix_caching:
             vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+        model = vllm_config.model_config
         model.logits_processors = [*(model.logits_processors or ()), processor_for(vllm_config)]
 
 

@@ -22,7 +22,7 @@ class AcmForCausalLM(TransformersForCausalLM):
         """Let vLLM put in its own layers everywhere but at the sites, and ACMs there."""
         if not self.model.is_backend_compatible():
             raise UsageError(f"vLLM cannot run the attention of transformers' {type(self.model).__name__}")
-        saved = SavedBudgets.read(self.model_config.model, self.vllm_config.additional_config)
+        saved = SavedBudgets.of_engine(self.vllm_config)
         self._tokens = token_settings(self.vllm_config)
         places = Places(self.model, saved.owner.plan.sites, prefix=self.model.base_model_prefix)
         super().recursive_replace()

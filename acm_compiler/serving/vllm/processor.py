@@ -37,7 +37,7 @@ class Budgets(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         self._tokens = token_settings(vllm_config)
-        self._saved = SavedBudgets.read(vllm_config.model_config.model, vllm_config.additional_config)
+        self._saved = SavedBudgets.of_engine(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
         """True: greedy requests need not call `apply`."""

@@ -21,7 +21,7 @@ class _Salted:
 
     def __init__(self, *, vllm_config: Any, **options: Any) -> None:
         super().__init__(vllm_config=vllm_config, **options)  # type: ignore[call-arg]  # of the other base
-        self.saved = SavedBudgets.read(vllm_config.model_config.model, vllm_config.additional_config)
+        self.saved = SavedBudgets.of_engine(vllm_config)
 
     def add_request(self, request: Any) -> None:
         settings = self.saved.of_request(asked_by(request.sampling_params))

@@ -32,7 +32,7 @@ def usual_diagonal(c_FF: Tensor) -> Tensor:
 
 
 def missing_tokens(tokens: float, features: int) -> float:
-    """How many tokens are missing to ten per feature, as a part of those that there are."""
+    """Tokens that are missing to ten per feature, as a part of those that there are."""
     return max(0.0, _PLENTY * features - tokens) / tokens
 
 

@@ -70,7 +70,7 @@ class _RootProbabilities(torch.autograd.Function):
         dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
         roots_BSV = logits_BSV.log_softmax(-1, dtype=dtype).mul_(0.5).add_(math.log(2)).exp_()
         if mask_BS is not None:
-            roots_BSV.mul_(mask_BS[..., None])
+            roots_BSV.masked_fill_(~mask_BS[..., None].bool(), 0)
         ctx.save_for_backward(roots_BSV)
         ctx.dtype = logits_BSV.dtype
         return roots_BSV

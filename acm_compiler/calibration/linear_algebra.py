@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 _TINY, _ROUNDING = torch.finfo(torch.float64).tiny, 1e-7
+# tokens for every feature that tell a covariance well enough
+_PLENTY = 10
 # features are as large as most are up to a factor; where nearly all are dead, this part of their mean still counts
 _LOUDEST, _USUAL, _LEAST = 100.0, 0.9, 1e-6
 
@@ -27,6 +29,11 @@ def usual_diagonal(c_FF: Tensor) -> Tensor:
     diagonal_F = c_FF.diagonal()
     usual = diagonal_F.minimum(_LOUDEST * diagonal_F.quantile(_USUAL)).mean()
     return torch.maximum(usual, _LEAST * mean_diagonal(c_FF))
+
+
+def missing_tokens(tokens: float, features: int) -> float:
+    """Tokens that are missing to ten per feature, as a part of those that there are."""
+    return max(0.0, _PLENTY * features - tokens) / tokens
 
 
 def solve(a_FF: Tensor, b_FO: Tensor) -> Tensor:

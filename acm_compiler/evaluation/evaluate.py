@@ -163,7 +163,7 @@ class _Runs:
             with _dense_regions(self.model) if self.dense is None else ExitStack():
                 output = output_of(self.dense or self.model, self.task.inputs(batch))
             batch = self.task.remember(output, batch)
-            self._dense_scores.append(self.task.score(output, batch).cpu())
+            self._dense_scores.append(self._score(output, batch))
             if self.likeness is not None:
                 self._dense_kept.append(self.likeness.keep(output, batch).cpu())
         return batch
@@ -172,10 +172,22 @@ class _Runs:
         """One forward in the setting that holds now."""
         with batch_context(self.model, mask=self.task.mask(batch)), record(self.model) as usage:
             output = output_of(self.model, self.task.inputs(batch))
-        tally.add(usage, self.task.score(output, batch).cpu(), batch)
+        tally.add(usage, self._score(output, batch), batch)
         if self.likeness is not None:
             tally.keep(self.likeness.keep(output, batch).cpu())
         self.masked |= usage.masked
+
+    def _score(self, output: Any, batch: Batch) -> Tensor:
+        """The score of every example of a batch, [B]; DataError where one is not finite: no mean is, then."""
+        score_B = self.task.score(output, batch).cpu()
+        if broken := int((~score_B.isfinite()).sum()):
+            raise DataError(
+                f"scores of {self.task.metric} must be finite",
+                found=f"nan or infinity at {broken} of {len(score_B)} examples of a batch",
+                fix="look for such values in the data and in what the model gives, or run it in a wider floating type; "
+                "examples that do not count have units of 0 and any number for a score",
+            )
+        return score_B
 
     @property
     def sample(self) -> Sample:

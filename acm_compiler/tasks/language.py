@@ -36,7 +36,7 @@ class TokenLogits(Task, ABC):
         """The logits without their mean over V, which changes no probability; 0 where `mask` [B, S] is."""
         logits_BSV = self.logits(output)
         around_BSV = logits_BSV - logits_BSV.mean(-1, keepdim=True)
-        return around_BSV if mask is None else around_BSV * mask[..., None]
+        return around_BSV if mask is None else around_BSV.masked_fill(~mask[..., None].bool(), 0)
 
     def judged_by(self, output: Any, mask: Tensor | None = None) -> Tensor:
         """The roots of the probabilities [B, S, V], times two; 0 where `mask` [B, S] is."""
@@ -93,7 +93,8 @@ class LanguageModel(TokenLogits):
         wanted_BS = ids_BS[:, self.ahead :]
         # token by token: over a middle axis torch takes three times as long
         found_T = F.cross_entropy(logits_BSV.flatten(0, 1), wanted_BS.flatten(), reduction="none")
-        return found_T.view_as(wanted_BS) * self.guessed(batch)
+        # no product: a model may give nan at padding
+        return found_T.view_as(wanted_BS).masked_fill(~self.guessed(batch), 0)
 
     def logits(self, output: Any) -> Tensor:
         fix = f"use a model with a language head (for hf: auto_class {self.auto_class})"

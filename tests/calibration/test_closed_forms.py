@@ -8,7 +8,7 @@ import torch
 
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.damage import Judged, Together, token_errors
-from acm_compiler.calibration.learners.fit_learners import nested_factors, prefix_biases
+from acm_compiler.calibration.learners.fit_learners import nested_factors, prefix_biases, trusted
 from acm_compiler.calibration.learners.mlp_learners import (
     RIDGE,
     Hidden,
@@ -320,6 +320,16 @@ def test_an_input_that_never_varies_leaves_learners_of_a_usual_size():
     w_OD = torch.randn(6, 7, dtype=torch.float64)
     factors = nested_factors(w_OD, torch.zeros(7, 7, dtype=torch.float64), torch.eye(6, dtype=torch.float64), 6)
     assert 0 < factors.w_in.abs().max() < 100 and 0 < factors.w_out.abs().max() < 100
+
+
+def test_factors_of_few_tokens_serve_others_nearly_as_well_as_those_of_the_weight_alone():
+    w_OD, same_DD = torch.randn(24, 24, dtype=torch.float64), torch.eye(24, dtype=torch.float64)
+    c_DD = trusted(torch.cov(torch.randn(24, 24, dtype=torch.float64), correction=0), tokens=24)
+    lost = []
+    for seen_DD in (c_DD, same_DD):
+        factors = nested_factors(w_OD, seen_DD, same_DD, 12)
+        lost.append((w_OD - factors.w_out @ factors.w_in).square().sum())
+    assert lost[0] < 1.7 * lost[1]
 
 
 def test_an_input_thousands_of_times_as_large_as_the_others_leaves_the_factors_the_best_of_every_rank():

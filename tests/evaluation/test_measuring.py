@@ -50,6 +50,14 @@ def test_a_task_by_name_and_a_metric_of_ones_own_measure_the_same():
     assert str(by_task).splitlines()[0].split()[:2] == ["budget", "reached"]
 
 
+def test_a_score_that_is_not_finite_is_refused_where_it_is_met():
+    def broken(output, batch):
+        return torch.where(batch["label"] == batch["label"][0], torch.inf, output.sum(-1))
+
+    with pytest.raises(DataError, match=r"scores of broken must be finite .*nan or infinity at \d+ of 12"):
+        acm.evaluate(picture_model(), pairs(), metric=broken, budgets=[1.0])
+
+
 def test_without_budgets_those_of_a_recipe_in_reach_are_measured_and_every_k():
     found = acm.evaluate(picture_model(), pairs(), task=TASK)
     assert [b.asked for b in found.budgets] == [0.4, 0.6, 0.75, 1.0], "0.25 is below what this model reaches"

@@ -57,6 +57,16 @@ def test_the_loss_is_the_models_own_where_nothing_is_padded():
     torch.testing.assert_close(TASK.answer(output).mean(-1), torch.zeros(3, 9), atol=1e-5, rtol=0)
 
 
+def test_what_a_model_gives_at_padding_is_of_no_account():
+    ids, mask = torch.tensor([[0, 0, 1, 2]]), torch.tensor([[0, 0, 1, 1]])
+    logits = torch.randn(1, 4, 5)
+    broken = logits.masked_fill(mask[..., None] == 0, math.nan)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    assert torch.equal(TASK.score(broken, batch), TASK.score(logits, batch))
+    for judge in (TASK.answer, TASK.judged_by):
+        assert torch.equal(judge(broken, mask), judge(logits, mask))
+
+
 def test_padding_alone_is_no_data():
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, eos_token_id=0)).eval()
     batch = {"input_ids": torch.randint(0, 40, (3, 9)), "attention_mask": torch.zeros(3, 9, dtype=torch.int64)}

@@ -14,7 +14,7 @@ from torch import Tensor
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.learners.mlp_learners import Hidden, fit_second_layer, neuron_order, variance_order
-from acm_compiler.calibration.linear_algebra import mean_diagonal, square_factors, usual_diagonal
+from acm_compiler.calibration.linear_algebra import mean_diagonal, missing_tokens, square_factors, usual_diagonal
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.planning.decisions import PlannedSite
@@ -95,7 +95,8 @@ def _split(w_FD: Tensor, b_F: Tensor | None, site: PlannedSite) -> tuple[Tensor,
 def _fit_linear(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> Weights:
     w_OD, b_O = to_float64(dense.first[0][0]), _bias(dense.first[0])
     metric = record.metric.value(site.d_out, record.home)
-    factors = nested_factors(w_OD, record.inputs, metric, site.learners * site.width)
+    c_DD = trusted(record.inputs, record.moments.count)
+    factors = nested_factors(w_OD, c_DD, metric, site.learners * site.width)
     b_out = prefix_biases(w_OD, b_O, record.moments.mean, factors, site.learners)
     if site.has_top:
         b_out[site.learners] = b_O
@@ -116,6 +117,18 @@ def _fit_linear(site: PlannedSite, dense: DenseWeights, record: SiteRecord) -> W
 def _bias(linear: tuple[Tensor, Tensor | None]) -> Tensor:
     weight, bias = linear
     return to_float64(weight.new_zeros(len(weight)) if bias is None else bias)
+
+
+# inputs that are imagined, in which features vary independently, for one that a covariance is missing
+_IMAGINED = 0.03
+
+
+def trusted(c_DD: Tensor, tokens: float) -> Tensor:
+    """The covariance of inputs as far as so many tokens tell it: of few, correlations count for less.
+
+    Where there are fewer than features, many directions have no variance at all, and would be given up for nothing.
+    """
+    return c_DD + torch.diag(_IMAGINED * missing_tokens(tokens, len(c_DD)) * c_DD.diagonal())
 
 
 # a metric from a few hundred examples is noisy: of the ridges tried on MiniLM this one served held-out texts best

@@ -13,15 +13,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from acm_compiler.calibration.linear_algebra import cholesky, mean_diagonal, solve, usual_diagonal
+from acm_compiler.calibration.linear_algebra import cholesky, mean_diagonal, missing_tokens, solve, usual_diagonal
 from acm_compiler.planning.decisions import SecondLayer
 
 # part of the usual variance of a neuron that is added to each: neurons that say the same leave nothing to divide by
 RIDGE = 1e-4
 # a part of the mean's square that is added, too: what varies less than rounding does says nothing
 _ROUNDING = 1e-12
-# tokens for every neuron that are enough for a refit, and how many are imagined for one that is missing to that
-_PLENTY, _IMAGINED = 10, 0.2
+# tokens that are imagined for one that a refit is missing
+_IMAGINED = 0.2
 # in a matrix shared by all k, an error counts by its least value to the power of -_EVEN; least values far below _FLOOR,
 # a part of the error without learners, are as good as none
 _EVEN, _FLOOR = 0.5, 1e-3
@@ -96,9 +96,8 @@ def refit_ridge(hidden: Hidden) -> Tensor:
     A refit from few tokens learns them by heart. For every five that are missing to ten per neuron one more is
     imagined, in which neurons vary independently and the dense layer is right.
     """
-    missing = max(0.0, _PLENTY * len(hidden.c_FF) - hidden.tokens)
     even = RIDGE * usual_diagonal(hidden.c_FF) + _ROUNDING * hidden.mean_F.square().mean()
-    return even + _IMAGINED * missing / hidden.tokens * hidden.c_FF.diagonal()
+    return even + _IMAGINED * missing_tokens(hidden.tokens, len(hidden.c_FF)) * hidden.c_FF.diagonal()
 
 
 def weight_of_k(errors_N: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def _kind_of(x_TD: Tensor, *facts: Hashable) -> Hashable:
 
 
 def _site_of(acm: ACM) -> _Site:
-    """What is kept of an ACM, anew where something was replaced."""
+    """Plans and parts of an ACM, kept anew where something was replaced."""
     site = _SITES.get(id(acm))
     if site is None or not site.holds(acm):
         site = _SITES[id(acm)] = _Site(acm)

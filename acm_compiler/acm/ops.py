@@ -149,7 +149,7 @@ def has_vector_kernels(device: str) -> bool:
 
 
 # as torch.compiler.assume_constant_result marks it, which imports the compiler
-has_vector_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+has_vector_kernels.__dict__.update(_dynamo_marked_constant=True)
 
 
 def gate_is_operator(x_TD: Tensor) -> bool:

@@ -52,7 +52,7 @@ PARTS = {
         Part(name="line", run="speed.line", seconds=80),
         Part(name="d2dmoe_build", run="speed.build_experts", seconds=120, processes=8),
         Part(name="d2dmoe", run="speed.experts", seconds=90),
-        Part(name="decode", run="speed.decode", seconds=60),
+        Part(name="decode", run="speed.decode", seconds=90),
         Part(name="kernels", run="speed.kernels", seconds=40),
         Part(name="tiles", run="speed.tiles", seconds=180),
         Part(name="more", run="speed.more", seconds=90),

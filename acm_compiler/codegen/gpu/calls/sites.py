@@ -135,9 +135,15 @@ def _weights_for(acm: ACM, x_TD: Tensor) -> Weights | None:
 
 
 def _k_of_one(acm: ACM, k: int, is_decode: bool) -> Tensor | None:
-    """The lower bound as one token's k, on the device; None where a host wrote one that is out of reach."""
+    """The lower bound as one token's k, on the device; None where a host wrote one that is out of reach.
+
+    A CUDA graph gets a tensor of its own: it keeps its k, as graphs of dense products do, whatever is written later.
+    """
     name = "decode_k_lo" if is_decode else "k_lo"
-    return acm.__dict__["_buffers"][name].view(1) if acm.written[name] == k else None
+    bound = acm.__dict__["_buffers"][name].view(1)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.full_like(bound, k)
+    return bound if acm.written[name] == k else None
 
 
 def _one(acm: ACM, x_TD: Tensor, k_T: Tensor, k: int) -> Tensor | None:

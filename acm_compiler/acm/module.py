@@ -145,10 +145,8 @@ class ACM(nn.Module):
             learn = ops.learners if self.split is None else self.split(ops.learners)
             if self.skips is not None and self.skipping(x.shape[:-1]):
                 learn = self.skips.learners
-            if k is None or ops.is_vector_call(x_TD, weights):
-                y_TO = learn(x_TD, k_T, weights)
-            else:
-                y_TO = prefix_output(x_TD, weights, k)
+            alone = k is not None and ops.is_vector_call(x_TD, weights)
+            y_TO = learn(x_TD, k_T, weights) if k is None or alone else prefix_output(x_TD, weights, k)
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 

@@ -139,7 +139,6 @@ def _is_one(tokens: Any) -> bool:
     return guard_or_false(tokens == 1)
 
 
-@torch.compiler.assume_constant_result
 def has_vector_kernels(device: str) -> bool:
     """True if `VECTOR_KERNELS` has that type of device, once its kernels are loaded.
 
@@ -147,6 +146,10 @@ def has_vector_kernels(device: str) -> bool:
     """
     load_kernels(device)
     return device in VECTOR_KERNELS
+
+
+# as torch.compiler.assume_constant_result marks it, which imports the compiler
+has_vector_kernels.__dict__.update(_dynamo_marked_constant=True)
 
 
 def gate_is_operator(x_TD: Tensor) -> bool:

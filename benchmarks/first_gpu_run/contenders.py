@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acm_compiler.acm.arguments import GateArguments, GateWeights
+from acm_compiler.acm.arguments import GateArguments
 from acm_compiler.acm.ops import cast_weights
 from acm_compiler.acm.reference import Weights, prefix_output, run_learners
 from acm_compiler.codegen.compare import Errors, relative_errors
 from acm_compiler.codegen.gpu.dispatch import Histogram
 from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
+from acm_compiler.codegen.gpu.gate_spec import Cut
 from acm_compiler.codegen.gpu.launch import Plan, SortedPlan, plan_of
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.stages import Machine
@@ -92,16 +93,22 @@ def site_of(shape: Shape, device: Device) -> Site:
     if shape.form == "gated":
         given["w_up"] = draw(n, h, d)
     act = {"mlp": "gelu", "gated": "silu"}.get(shape.form, "identity")
-    x, knob = torch.randn(shape.tokens, d, device=device.kind).bfloat16(), torch.tensor(0.0, device=device.kind)
-    bounds = (torch.tensor(k, dtype=torch.int32, device=device.kind) for k in (0, n))
-    gate = GateWeights(draw(shape.gate, d), draw(shape.gate), draw(n + 1, shape.gate), draw(n + 1))
+    x = torch.randn(shape.tokens, d, device=device.kind).bfloat16()
     return Site(
         shape=shape,
         x=x,
         weights=Weights(**absent | given, b_out=draw(n + 1, o), act=act, form=shape.form),
-        gate=GateArguments(x, *gate, knob, *bounds),
+        gate=gate_of(shape, x),
         machine=device.machine,
     )
+
+
+def gate_of(shape: Shape, x: Tensor) -> GateArguments:
+    """The call of a site's gate, with drawn weights."""
+    sizes = ((shape.gate, x.shape[1]), (shape.gate,), (shape.learners + 1, shape.gate), (shape.learners + 1,))
+    weights = (torch.randn(size, device=x.device).mul(size[-1] ** -0.5).bfloat16() for size in sizes)
+    bounds = (torch.tensor(k, dtype=torch.int32, device=x.device) for k in (0, shape.learners))
+    return GateArguments(x, *weights, torch.tensor(0.0, device=x.device), *bounds)
 
 
 def draw_k(site: Site, fraction: float) -> Tensor:
@@ -131,9 +138,9 @@ def gated_call(site: Site, k: Tensor) -> Callable[[], Tensor]:
     return call
 
 
-def gate_call(site: Site) -> Callable[[], Choice]:
-    """The gate alone, by a plan that is kept."""
-    plan = GatePlan(site.gate, cost=1.0, k_min=0, rule="logits", machine=site.machine)
+def gate_call(site: Site, cut: Cut | None = None) -> Callable[[], Choice]:
+    """The gate alone, by a plan that is kept; with another cut of its first product than the table's, if given."""
+    plan = GatePlan(site.gate, cost=1.0, k_min=0, rule="logits", machine=site.machine, cut=cut)
     return lambda: plan(site.x, *site.gate[5:])
 
 

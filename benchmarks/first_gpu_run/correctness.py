@@ -1,5 +1,5 @@
 """Outputs of the kernels: every form, tokens that are NaN, gates, sites of full size with the same bits every time; and
-those of compiled ACMs without them, where all tokens run one k.
+those of ACMs whose tokens all run one k, by dense products or, of one token, by its kernels.
 """
 
 from __future__ import annotations
@@ -101,26 +101,31 @@ def gates(device: Device) -> Iterator[Row]:
 
 
 def one_k(device: Device) -> Iterator[Row]:
-    """Compiled ACMs whose tokens all run one k, without gate and sort, and how many graphs serve every k."""
+    """ACMs whose tokens all run one k, many tokens and one: compiled, and how many graphs serve every k, and eager."""
     context.DENSE_PREFIXES.add(device.kind)  # as those of a GPU do
     backend = "acm" if device.is_cuda else "eager"  # a dry run only traces
     for form, act in device.mine(device.some({"mlp": "gelu", "gated": "silu", "linear": "identity"}.items())):
-        d, width, tokens = (768, 768, 3000) if device.is_cuda else (24, 8, 20)
+        d, width, many = (768, 768, 3000) if device.is_cuda else (24, 8, 20)
         learners = Learners(d, d, 4, width, form=form, act=act, bias_in=form == "mlp", dtype=torch.bfloat16)
         learners.start_random()
         learners.b_out.normal_()
         options = {"name": form, "k_min": 0, "layout": None, "cost": 1.0, "dropout": 0.0}
         site = ACM(Gate(d, 64, 5, dtype=torch.bfloat16), learners, **options).to(device.kind).eval()
         exact = cast_weights(learners.weights(), torch.float64)
-        x = torch.randn(tokens, d, device=device.kind).bfloat16()
-        graphs, compiled = counters["stats"]["unique_graphs"], torch.compile(site, backend=backend, fullgraph=True)
-        for k in (4, 2, 0, 3, 1):
-            site.set_choices(knob=0.0, k_lo=k, k_hi=k)
-            all_k = torch.full((tokens,), k, dtype=torch.int32, device=device.kind)
-            errors = relative_errors(compiled(x), run_learners(x.double(), all_k, exact))
-            made = counters["stats"]["unique_graphs"] - graphs
-            fine = max(errors) <= TOLERANCE[x.dtype] and made <= 3
-            yield {"form": form, "k": k, **errors._asdict(), "graphs": made, "fine": fine}
+        for tokens in (many, 1):
+            x = torch.randn(tokens, d, device=device.kind).bfloat16()
+            torch._dynamo.reset()
+            graphs, compiled = counters["stats"]["unique_graphs"], torch.compile(site, backend=backend, fullgraph=True)
+            for k in (4, 2, 0, 3, 1):
+                site.set_choices(knob=0.0, k_lo=k, k_hi=k)
+                expected = run_learners(x.double(), torch.full((tokens,), k, device=device.kind).int(), exact)
+                ways = {"compiled": compiled, "eager, first": site, "eager": site}
+                for way, call in ways.items():
+                    errors = relative_errors(call(x), expected)
+                    made = counters["stats"]["unique_graphs"] - graphs
+                    fine = max(errors) <= TOLERANCE[x.dtype] and made <= 3
+                    facts = {"form": form, "tokens": tokens, "k": k, "way": way}
+                    yield {**facts, **errors._asdict(), "graphs": made, "fine": fine}
 
 
 def answers(device: Device) -> Iterator[Row]:

@@ -34,9 +34,9 @@ _UNTIMED: Any = {"vital": True, "beside": True}
 PARTS = {
     "correctness": (
         Part(name="forms", run="correctness.forms", seconds=150, processes=8, **_UNTIMED),
-        Part(name="nan", run="correctness.not_a_number", seconds=45, **_UNTIMED),
-        Part(name="gates", run="correctness.gates", seconds=45, **_UNTIMED),
-        Part(name="one_k", run="correctness.one_k", seconds=45, interpreted=False, processes=3, **_UNTIMED),
+        Part(name="nan", run="correctness.not_a_number", seconds=40, **_UNTIMED),
+        Part(name="gates", run="correctness.gates", seconds=40, **_UNTIMED),
+        Part(name="one_k", run="correctness.one_k", seconds=55, interpreted=False, processes=3, **_UNTIMED),
         Part(name="gradients", run="gradients.exact", seconds=120, differentiates=True, processes=4, **_UNTIMED),
         Part(name="tests", run="sanitizer.tests", seconds=240, interpreted=False, beside=True),
         Part(name="answers", run="correctness.answers", seconds=135, vital=True, processes=4),
@@ -52,7 +52,7 @@ PARTS = {
         Part(name="line", run="speed.line", seconds=80),
         Part(name="d2dmoe_build", run="speed.build_experts", seconds=120, processes=8),
         Part(name="d2dmoe", run="speed.experts", seconds=90),
-        Part(name="decode", run="speed.decode", seconds=60),
+        Part(name="decode", run="speed.decode", seconds=90),
         Part(name="kernels", run="speed.kernels", seconds=40),
         Part(name="tiles", run="speed.tiles", seconds=180),
         Part(name="more", run="speed.more", seconds=90),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from acm_compiler.acm.reference import prefix_output
 from acm_compiler.codegen.compare import relative_errors
+from acm_compiler.codegen.gpu.gate_spec import Cut
 from acm_compiler.codegen.gpu.spec import spec_of
 from acm_compiler.codegen.gpu.tiles import Tiles, choose_tiles, tile_of
 from benchmarks.first_gpu_run.contenders import (
@@ -31,6 +32,8 @@ from benchmarks.first_gpu_run.contenders import (
     dense_call,
     draw_k,
     exact_answer,
+    gate_call,
+    gate_of,
     gated_call,
     learners_call,
     one_k_call,
@@ -54,6 +57,17 @@ CANDIDATES = (
     "64x128x64 w4 s4 r2 flat",
     "64x256x64 w4 s3 r1",
 )
+GATE_CUTS = (
+    ("1x4x512 w2 s1 r1", 2048),  # the table's
+    ("1x4x512 w2 s1 r1", 1024),
+    ("1x4x512 w2 s1 r1", 512),
+    ("1x2x512 w2 s1 r1", 2048),
+    ("1x2x512 w2 s1 r1", 1024),
+    ("1x4x256 w1 s1 r1", 1024),
+    ("1x8x256 w2 s1 r1", 512),
+    ("1x8x512 w4 s1 r1", 1024),
+)
+"""Tiles and spans of features of the first product of a large gate, for one token."""
 UNGATED = replace(MLPS["Llama-8B"], name="Llama-8B MLP, one branch", form="mlp")
 WITH_EXPERTS = MLPS["ViT-B"], MLPS["XLS-R"], UNGATED
 TILED = (VIT, MLPS["Llama-8B"], PROJECTIONS[0], replace(VIT, tokens=8 * 197))
@@ -110,6 +124,21 @@ def decode(device: Device) -> Iterator[Row]:
     for name in ("Llama-8B", "ViT-B", "XLS-R"):
         for tokens in device.some(FEW):
             yield from _ratios(device, replace(MLPS[name], tokens=tokens), tuned=False)
+    yield from gate_cuts(device)
+
+
+def gate_cuts(device: Device) -> Iterator[Row]:
+    """The gate of one token of a Llama-8B, with its first product cut in every way; whole size in a dry run, too."""
+    shape = replace(MLPS["Llama-8B"], tokens=1)
+    x = torch.randn(1, shape.d_in, device=device.kind).bfloat16()
+    site = replace(site_of(shape, device), x=x, gate=gate_of(shape, x))
+    cuts = device.some(GATE_CUTS)
+    calls: Calls = {
+        f"gate, {text}, spans of {span}": gate_call(site, Cut(tile=tile_of(text), bulk=False, span=span))
+        for text, span in cuts
+    }
+    for row in race(calls, device.rounds, device):
+        yield {"site": shape.name, "tokens": 1, **row}
 
 
 def _ratios(device: Device, shape: Shape, *, tuned: bool) -> Iterator[Row]:

@@ -164,7 +164,8 @@ def test_a_dry_run_of_small_calls_is_correct(tmp_path, monkeypatch, capfd):
     rows = rows_of(tmp_path / "correctness.jsonl")
     of_gates = [row for row in rows if row.get("part") == "gates" and "lost" in row]
     assert {(row["width"], row["tokens"]) for row in of_gates} == set(product((270, 20), (1, 70)))
-    assert {(row["form"], row["k"]) for row in rows if "graphs" in row} == set(product(("mlp", "gated"), range(5)))
+    of_one_k = {(row["form"], row["tokens"], row["k"]) for row in rows if "graphs" in row}
+    assert of_one_k == set(product(("mlp", "gated"), (20, 1), range(5)))
     assert {row.get("contender") for row in rows} >= {"ours", "ours, no gate", "grouped_mm"}
     assert not faults_of(rows[:-1]) and "nothing wrong" in capfd.readouterr().out
     assert "not finished: forms, nan" in why_no_time_counts(tmp_path, dry=True)

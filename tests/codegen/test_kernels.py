@@ -24,12 +24,13 @@ from acm_compiler.backend import choose_implementation
 from acm_compiler.cli import app
 from acm_compiler.codegen import gpu as cuda
 from acm_compiler.codegen.gpu import gate_not_covered, not_covered, take_over
+from acm_compiler.codegen.gpu.ahead import forward
 from acm_compiler.codegen.gpu.ahead.build import build
 from acm_compiler.codegen.gpu.ahead.forward import gate_kernels_of, kernels_of
 from acm_compiler.codegen.gpu.ahead.gradients import gradient_kernels
 from acm_compiler.codegen.gpu.calls import operators
 from acm_compiler.codegen.gpu.calls.traced import stays_whole
-from acm_compiler.codegen.gpu.gate_spec import GateSpec, cut_of
+from acm_compiler.codegen.gpu.gate_spec import Cut, GateSpec, cut_of
 from acm_compiler.codegen.gpu.spec import KernelSpec, spec_of_site
 from acm_compiler.codegen.gpu.stages import (
     Machine,
@@ -41,9 +42,10 @@ from acm_compiler.codegen.gpu.stages import (
     takes_turns_on,
 )
 from acm_compiler.codegen.gpu.start import Launcher
-from acm_compiler.codegen.gpu.tiles import TABLE, bucket_of, choose_tiles
+from acm_compiler.codegen.gpu.tiles import TABLE, bucket_of, choose_tiles, tile_of
 from acm_compiler.passes.lower.verify import Call, GateCall
 from acm_compiler.site import ACTIVATIONS
+from benchmarks.first_gpu_run.speed import GATE_CUTS
 from tests.helpers import ROOT, ttir
 from tests.helpers.build import plan_of, planned_site, sliced_site
 from tests.helpers.sanitizer_cases import gate_call, learners_call
@@ -289,6 +291,16 @@ def test_gates_that_once_spilled_are_built_without_spills(arch):
     for width, (dtype, gate_dtype), tokens, d_in in hard:
         spec = replace(GATE, width=width, dtype=dtype, gate_dtype=gate_dtype, d_in=d_in)
         assert require_no_spills([(spec, tokens)], arch) == (1 if width == 256 else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(("tile", "span"), GATE_CUTS)
+def test_gates_of_one_token_cut_in_other_ways_are_built_without_spills(tile, span, arch, monkeypatch):
+    monkeypatch.setattr(forward, "cut_of", lambda *_: Cut(tile=tile_of(tile), bulk=False, span=span))
+    for kernel in gate_kernels_of(replace(GATE, d_in=4096, width=432), arch, 1):
+        built = build(kernel, "bf16", arch)
+        assert built.spills == 0 and built.resident >= 2, built
 
 
 @pytest.mark.slow

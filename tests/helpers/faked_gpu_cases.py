@@ -18,6 +18,7 @@ from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu import start
 from acm_compiler.codegen.gpu.calls import kept, sites, traced
 from acm_compiler.codegen.gpu.calls.warm import warm_up
+from acm_compiler.codegen.gpu.launch import FewPlan
 from acm_compiler.codegen.gpu.stages import puts_fences
 from acm_compiler.codegen.gpu.tiles import buckets
 from acm_compiler.errors import UsageError
@@ -126,9 +127,19 @@ def test_one_token_at_one_k_starts_the_kernels_of_both_layers(stub, small, monke
         small.set_choices(knob=0.0, k_lo=k, k_hi=k)
         assert [launches(stub, lambda: small(rows(1))) for _ in range(3)] == [expected] * 3
         assert launches(stub, lambda: small(rows(2))) == 0
+    started, start_one = [], FewPlan.__call__
+    monkeypatch.setattr(FewPlan, "__call__", lambda *given: started.append(given[2]) or start_one(*given))
+    small.set_choices(knob=0.0, k_lo=2, k_hi=2)
+    x = rows(1)
+    for is_capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda told=is_capturing: told)
+        small(x)
+    small.set_choices(knob=0.0, k_lo=1, k_hi=3)
+    assert [int(k) for k in started] == [1, 2]  # a bound that is followed, and a k that a CUDA graph keeps
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     small.k_lo.fill_(9)
     small.k_hi.fill_(9)  # beyond the last: all learners run, by products
-    torch.testing.assert_close(small(x := rows(1)), prefix_output(x, small.learners.weights(), 3))
+    torch.testing.assert_close(small(x), prefix_output(x, small.learners.weights(), 3))
 
 
 def test_bounds_that_a_host_writes_or_puts_there_by_itself_are_followed(stub, small, monkeypatch):

@@ -435,6 +435,7 @@ def test_one_token_at_one_k_runs_by_kernels_and_reads_no_other_learner(form, dty
         monkeypatch.setattr(module, "on_device_of", lambda x: contextlib.nullcontext())
     monkeypatch.setattr(ops, "VECTOR_KERNELS", {"cpu"})
     monkeypatch.setattr(sites, "prefix_output", None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     learners = Learners(75, 19, 3, 11, form=form, act="silu", dtype=dtype)
     acm = ACM(Gate(75, 8, 4, dtype=dtype), learners, name="a", k_min=0, layout=None, cost=1.0, dropout=0.0).eval()
     with torch.no_grad():

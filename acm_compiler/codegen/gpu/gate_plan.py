@@ -115,7 +115,10 @@ def run_gate(call: GateArguments, *, cost: float, k_min: int, rule: str, machine
 
 
 class GatePlan:
-    """The launches of one gate for calls like `call`, with as many tokens as its bucket has."""
+    """The launches of one gate for calls like `call`, with as many tokens as its bucket has.
+
+    cut: another choice than `cut_of`'s, for measurements.
+    """
 
     def __init__(
         self,
@@ -126,6 +129,7 @@ class GatePlan:
         rule: str,
         machine: Machine,
         tokens: Any = None,
+        cut: Cut | None = None,
     ) -> None:
         self._weights = weights = GateWeights(*(tensor.contiguous() for tensor in part(GateWeights, call)))
         spec = GateSpec(
@@ -140,7 +144,7 @@ class GatePlan:
         bucket = bucket_of(call.x.shape[0] if tokens is None else tokens)
         self._d_in, self._cost = spec.d_in, cost
         self._slots = slots_of(k_min + spec.columns - 1) if 1 << bucket > FEW else 0
-        self._cut = cut = cut_of(spec, 1 << bucket, machine, aligned=_is_aligned(call.x))
+        self._cut = cut = cut or cut_of(spec, 1 << bucket, machine, aligned=_is_aligned(call.x))
         self._w_inner = operand(weights.w_inner, cut.tile.n, cut.tile.k, cut.bulk)
         options = kernel_options(warps=cut.tile.warps, stages=cut.tile.stages)
         self._parts: Launcher | None = None

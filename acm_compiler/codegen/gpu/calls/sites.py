@@ -107,7 +107,7 @@ def _kind_of(x_TD: Tensor, *facts: Hashable) -> Hashable:
 
 
 def _site_of(acm: ACM) -> _Site:
-    """What is kept of an ACM, anew where something was replaced."""
+    """Plans and parts of an ACM, kept anew where something was replaced."""
     site = _SITES.get(id(acm))
     if site is None or not site.holds(acm):
         site = _SITES[id(acm)] = _Site(acm)
@@ -135,9 +135,15 @@ def _weights_for(acm: ACM, x_TD: Tensor) -> Weights | None:
 
 
 def _k_of_one(acm: ACM, k: int, is_decode: bool) -> Tensor | None:
-    """The lower bound as one token's k, on the device; None where a host wrote one that is out of reach."""
+    """The lower bound as one token's k, on the device; None where a host wrote one that is out of reach.
+
+    A CUDA graph gets a tensor of its own: it keeps its k, as graphs of dense products do, whatever is written later.
+    """
     name = "decode_k_lo" if is_decode else "k_lo"
-    return acm.__dict__["_buffers"][name].view(1) if acm.written[name] == k else None
+    bound = acm.__dict__["_buffers"][name].view(1)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.full_like(bound, k)
+    return bound if acm.written[name] == k else None
 
 
 def _one(acm: ACM, x_TD: Tensor, k_T: Tensor, k: int) -> Tensor | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +51,7 @@ from scripts.train_shipped.text import Lesson, texts, train
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75, 1.0)
 TASK, RATE = CausalLM(), 3e-3
 RIVALS = tuple(name for name, kind in METHODS.items() if issubclass(kind, SiteMethod) and name not in OURS)
+say = partial(print, flush=True)
 _POOL = 96  # batches of like length, before they are shuffled
 
 
@@ -92,12 +92,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("runs/decoders"))
     return parser
-
-
-def say(text: str) -> None:
-    """A line on standard output."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def gpt2(width: int, layers: int) -> nn.Module:
@@ -179,8 +173,8 @@ def measured(model: nn.Module, tokenizer: Path, kinds: list[str], options: argpa
     forms = [site.form if site.kind == "linear" else site.second_layer for site in planned]
     yield f"\n{' and '.join(kinds)}: { ({form: forms.count(form) for form in forms}) }, N = {options.learners}, "
     yield f"{added:+.1%} parameters, {options.tokens} tokens, calibrated in {seconds:.0f} s of CPU time, "
-    budgets, load = conversion(converted).table, os.getloadavg()[0]
-    yield f"lowest k {budgets.points[0].k_lo if budgets else None}, load {load:.1f}\n"
+    budgets = conversion(converted).table
+    yield f"lowest k {budgets.points[0].k_lo if budgets else None}\n"
     held_out = BatchStream(dataset=documentation(tokenizer, "eval", options.texts), batch=options.batch)
     quarters = [FixedK(options.learners * part // 4) for part in (1, 2, 3, 4)]
     found = evaluate(converted, held_out.epoch(), TASK, budgets=[*BUDGETS, *quarters], dense=model)

@@ -60,7 +60,7 @@ def serve(
     require_packages(("fastapi", "prometheus_client", "python_multipart", "uvicorn"), "serving", "serve")
     from acm_compiler.files import bytes_of
     from acm_compiler.serving.batcher import Limits
-    from acm_compiler.serving.open_served import ServeOptions
+    from acm_compiler.serving.open_served import ModelOptions
     from acm_compiler.serving.server import Bounds, ServerOptions, bind, open_and_serve
 
     given = Given.read(task, data, base_model)
@@ -70,7 +70,7 @@ def serve(
     )
     slo_s = None if slo is None else seconds_of(slo, "--slo")
     bounds = Bounds(slo_s=slo_s, budgets=budgets, max_loss=max_loss)
-    options = ServeOptions(
+    options = ModelOptions(
         device=device, compiled=compiled, quantized=quantize, longest=max_length, allow_code=allow_code
     )
     with bind(host, port) as at:

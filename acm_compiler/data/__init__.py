@@ -1,7 +1,6 @@
 """Data sets by kind, and batches of them in an order that can be resumed."""
 
-from acm_compiler.data.audio import left_out
-from acm_compiler.data.batch import Batch, as_batch, refuse_no_batches
+from acm_compiler.data.batch import Batch, as_batch, left_out, refuse_no_batches
 from acm_compiler.data.loading import BatchStream, count_examples
 from acm_compiler.data.open_dataset import open_dataset
 

@@ -97,8 +97,3 @@ class LeftOutLedger:
             for number, fault in enumerate(self._faults)
         }
         return {fault: names for fault, names in found.items() if names}
-
-
-def left_out(dataset: Any) -> dict[str, tuple[str, ...]]:
-    """Examples that a data set has excluded so far, by fault; none where it does not say."""
-    return {fault: tuple(names) for fault, names in getattr(dataset, "left_out", {}).items()}

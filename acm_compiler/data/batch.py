@@ -46,6 +46,16 @@ def sources_of(batch: Batch, first: int) -> Tensor:
     return batch["source"].cpu() if "source" in batch else torch.arange(first, first + size_of(batch))
 
 
+def left_out(dataset: Any) -> dict[str, tuple[str, ...]]:
+    """Examples that a data set has excluded so far, by fault; none where it does not say."""
+    return {fault: tuple(names) for fault, names in getattr(dataset, "left_out", {}).items()}
+
+
+def sorted_in_pools(order: Sequence[int], size: int, key: Callable[[int], int]) -> list[int]:
+    """The same order, every so many examples of it sorted by `key`."""
+    return [index for start in range(0, len(order), size) for index in sorted(order[start : start + size], key=key)]
+
+
 def first_examples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
     """The first `count` examples; the last batch is cut."""
     left = count

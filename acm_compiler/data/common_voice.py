@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from acm_compiler.data.audio import LeftOutLedger, collate_clips, promised_seconds, read_clip, standardise
-from acm_compiler.data.batch import Batch
+from acm_compiler.data.batch import Batch, sorted_in_pools
 from acm_compiler.errors import DataError, UnusableClip, excluded_text, nearest
 from acm_compiler.files import parse_json
 
@@ -90,8 +90,7 @@ class CommonVoice(Dataset[dict[str, Any] | None]):
 
     def group(self, order: Sequence[int], batch: int) -> list[int]:
         """The same order, with clips of like length (size on disk) brought together within every 50 batches."""
-        pools = [order[start : start + _POOL * batch] for start in range(0, len(order), _POOL * batch)]
-        return [i for pool in pools for i in sorted(pool, key=lambda i: -self.clips[i].size_bytes)]
+        return sorted_in_pools(order, _POOL * batch, lambda index: -self.clips[index].size_bytes)
 
     def _transcribed(self, rows: Sequence[tuple[str, str]]) -> list[tuple[Path, tuple[int, ...]]]:
         """Files and labels of the rows whose transcript holds letters."""

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from acm_compiler.data.audio import left_out
-from acm_compiler.data.batch import Batch, assemble
+from acm_compiler.data.batch import Batch, assemble, left_out
 from acm_compiler.data.draws import derive, seeded
 from acm_compiler.errors import AcmError, DataError, UsageError, excluded_text
 from acm_compiler.sources.user_code import is_users, users_code

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from acm_compiler.data.audio import collate_clips, read_clip, standardise
-from acm_compiler.data.batch import Batch
+from acm_compiler.data.batch import Batch, sorted_in_pools
 from acm_compiler.data.common_voice import LABEL_PADDING
 from acm_compiler.data.draws import normal, uniform
 from acm_compiler.errors import DataError, PackageMissing
@@ -214,8 +214,7 @@ class UtteranceSet(Dataset[dict[str, Any]]):
 
     def group(self, order: Sequence[int], batch: int) -> list[int]:
         """The same order, with utterances of as many words brought together within every 8 batches."""
-        pools = [order[start : start + 8 * batch] for start in range(0, len(order), 8 * batch)]
-        return [index for pool in pools for index in sorted(pool, key=self._words)]
+        return sorted_in_pools(order, 8 * batch, self._words)
 
     def prepare(self) -> None:
         """Let all voices speak now."""

@@ -128,18 +128,29 @@ def _configured(found: Rewritten, ks: Mapping[str, int]) -> Any:
     """The model's configuration with the width of its layers, and biases where it has a key for them."""
     config: Any = copy.deepcopy(found.model.config)
     vars(config).pop("quantization_config", None)  # of a file that the model was read from: these weights are floats
-    mlps = [site for site in found.plan.sites if site.kind != "linear"]
+    sites = found.plan.sites
     for key, linear in _BIASES.items():
-        names = [site.name for site in found.plan.sites if (site.kind == "linear") == linear]
+        names = [site.name for site in sites if (site.kind == "linear") == linear]
         biased = any(bool(found.acms[name].learners.b_out[ks[name]].any()) for name in names)
         if biased and getattr(config, key, None) is False:
             setattr(config, key, True)
-    if not mlps:
-        return config
-    values, before = config.to_dict(), {site.dense_width for site in mlps}
+    mlps = [site for site in sites if site.kind != "linear"]
+    if mlps:
+        widths = {site.name: ks[site.name] * site.width for site in mlps}
+        _set_widths(config, widths, before={site.dense_width for site in mlps})
+    return config
+
+
+def _set_widths(config: Any, widths: Mapping[str, int], *, before: set[Any]) -> None:
+    """Write the width of every MLP to the key that held one of `before`. UsageError where the class has no way to.
+
+    A number is that of all layers (`intermediate_size` of Llama), or of all in one stack (`encoder_ffn_dim` and
+    `decoder_ffn_dim` of BART): several keys take one width. A list has one for each layer (Gemma 3n). Where widths
+    differ and the key holds a number, configurations with values by layer take them.
+    """
+    values = config.to_dict()
     keys = [key for key, value in values.items() if any(part in key for part in _WIDTHS) and before & _numbers(value)]
-    keys = keys or [key for key in ("n_inner",) if key in values]
-    widths = {site.name: ks[site.name] * site.width for site in mlps}
+    keys = keys or [key for key in ("n_inner",) if key in values]  # null in GPT-2: four times the model's width
     one_width = len(set(widths.values())) == 1
     if not keys or (len(keys) > 1 and not (one_width and all(isinstance(values[key], int) for key in keys))):
         raise _no_widths(widths, f"{'keys' if keys else 'no key'} for it: {', '.join(keys)}".removesuffix(": "))
@@ -150,7 +161,6 @@ def _configured(found: Rewritten, ks: Mapping[str, int]) -> Any:
             setattr(config, key, next(iter(widths.values())))
     else:
         _set_layers(config, keys[0], widths)
-    return config
 
 
 def _numbers(value: Any) -> set[Any]:

@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 from acm_compiler.evaluation.comparison import Comparison
 from acm_compiler.evaluation.loads import Loads
-from acm_compiler.evaluation.results import BudgetResult, Evaluation
+from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.evaluation.times import Times
 from acm_compiler.planning.plan import Plan
-
-CLOSE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +61,6 @@ class Image(NamedTuple):
     alt: str
     sources: dict[str, str] = {}  # noqa: RUF012 - never changed
     squares: bool = False
-
-
-def headline_budget(found: Evaluation) -> BudgetResult | None:
-    """The cheapest budget close to the dense model, else the best one; None where no budget was measured."""
-    close = [b for b in found.budgets if is_close(b, found)]
-    if close:
-        return min(close, key=lambda b: b.model_share)
-    sign = -1 if found.metric.lower_is_better else 1
-    return max(found.budgets, key=lambda b: sign * b.metric, default=None)
-
-
-def is_close(budget: BudgetResult, found: Evaluation) -> bool:
-    """True if the metric is at most three points worse than the dense model's (3 % of it for what is no share)."""
-    dense = found.metric.dense
-    if dense is None:
-        return False
-    worse = budget.metric - dense if found.metric.lower_is_better else dense - budget.metric
-    return worse <= CLOSE * (1 if found.metric.is_share else abs(dense))
 
 
 def data_uri(content: bytes, kind: str) -> str:

@@ -9,8 +9,28 @@ from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, Result, SiteUse
 from acm_compiler.evaluation.statistics import DRAWS
 from acm_compiler.planning.cost import site_cost
-from acm_compiler.reporting.contents import Bar, Cell, Report, Table, headline_budget, is_close
+from acm_compiler.reporting.contents import Bar, Cell, Report, Table
 from acm_compiler.reporting.figures import colours_of_k, key_of_k
+
+_CLOSE = 0.03
+
+
+def headline_budget(found: Evaluation) -> BudgetResult | None:
+    """The cheapest budget close to the dense model, else the best one; None where no budget was measured."""
+    close = [b for b in found.budgets if _is_close(b, found)]
+    if close:
+        return min(close, key=lambda b: b.model_share)
+    sign = -1 if found.metric.lower_is_better else 1
+    return max(found.budgets, key=lambda b: sign * b.metric, default=None)
+
+
+def _is_close(budget: BudgetResult, found: Evaluation) -> bool:
+    """True if the metric is at most three points worse than the dense model's (3 % of it for what is no share)."""
+    dense = found.metric.dense
+    if dense is None:
+        return False
+    worse = budget.metric - dense if found.metric.lower_is_better else dense - budget.metric
+    return worse <= _CLOSE * (1 if found.metric.is_share else abs(dense))
 
 
 def headline(found: Evaluation) -> dict[str, Any] | None:
@@ -27,7 +47,7 @@ def _headline(found: Evaluation, best: BudgetResult) -> str:
     if dense is None:
         return f"{start} {reached}. The dense model was not at hand to compare with."
     room = "3 points" if found.metric.is_share else "3 %"
-    if is_close(best, found):
+    if _is_close(best, found):
         why = f"It is the cheapest budget measured that stays within {room} of it."
     else:
         why = f"No budget measured stays within {room} of it; this one comes closest."

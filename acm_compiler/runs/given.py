@@ -73,7 +73,7 @@ def parse_budgets(text: str, option: str = "--budgets") -> list[float | str]:
     """Budgets by commas: shares, or texts as `acm.set_budget` takes them."""
     if not (parts := by_commas(text)):
         raise UsageError("no budgets given", where=option, found=repr(text), expected="such as .25,60%,11GMACs")
-    return [_number(part) for part in parts]
+    return [number_or_text(part) for part in parts]
 
 
 def by_commas(text: str) -> list[str]:
@@ -81,7 +81,8 @@ def by_commas(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _number(text: str) -> float | str:
+def number_or_text(text: str) -> float | str:
+    """The number that a text is, else the text."""
     try:
         return float(text)
     except ValueError:

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from torch import Tensor
 
 from acm_compiler.errors import AcmError, BudgetUnreachable, DataError, LayoutUnknown, UsageError, a_few_of
+from acm_compiler.runs.given import number_or_text
 from acm_compiler.serving.batcher import Batcher, Example, ModelFailed, Refused, WorkerDied
 from acm_compiler.serving.limits import Limited, error_body
 from acm_compiler.serving.metrics import Metrics
@@ -172,16 +173,9 @@ def _add_classify(app: FastAPI, served: Served, requests: Requests) -> None:
         contents = [
             (await file.read(), (file.filename or "a file").encode("ascii", "replace").decode()) for file in files
         ]
-        logits = await requests.answers(lambda: [served.reader.file(*part) for part in contents], _of_form(budget))
+        asked = number_or_text(budget) if budget else None
+        logits = await requests.answers(lambda: [served.reader.file(*part) for part in contents], asked)
         return {"model": served.name, "predictions": [_prediction(served, row, top) for row in logits]}
-
-
-def _of_form(budget: str | None) -> float | str | None:
-    """A budget in a form is text, also where it is a number."""
-    try:
-        return None if not budget else float(budget)
-    except ValueError:
-        return budget
 
 
 def _prediction(served: Served, logits: Tensor, top: int) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from acm_compiler.files import size_text
 from acm_compiler.serving.metrics import Metrics
@@ -56,17 +58,20 @@ class Limited:
             await send(message)
 
         try:
-            if self._announced(scope) > self._most:
-                if not _expects_continue(scope):
+            headers = Headers(scope=scope)
+            announced = headers.get("content-length", "")
+            if announced.isdecimal() and int(announced) > self._most:
+                # such clients, as curl with large bodies, send theirs only once they are asked to
+                if headers.get("expect", "").lower() != "100-continue":
                     await self._drop(receive)
-                await _answer(noted, 413, self._words())
+                await _refusal(413, self._words())(scope, receive, noted)
             else:
                 await self._app(scope, bounded, noted)
         except Exception:
             _LOG.exception("a request failed")
             if status:  # the answer has begun
                 raise
-            await _answer(noted, 500, "the server failed; its log says where")
+            await _refusal(500, "the server failed; its log says where")(scope, receive, noted)
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.request(path, status)
@@ -82,21 +87,6 @@ class Limited:
     def _words(self) -> str:
         return f"the body is too large: at most {size_text(self._most)} (--max-body)"
 
-    @staticmethod
-    def _announced(scope: Any) -> int:
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit():
-                return int(value)
-        return 0
 
-
-def _expects_continue(scope: Any) -> bool:
-    """True if the client sends its body only once it is asked to, as curl does with large ones."""
-    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
-
-
-async def _answer(send: Any, status: int, message: str) -> None:
-    body = error_body(status, message)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _refusal(status: int, message: str) -> Response:
+    return Response(error_body(status, message), status, media_type="application/json")

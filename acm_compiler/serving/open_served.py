@@ -36,8 +36,8 @@ _ENGINES = "language models are served by vLLM and by `transformers serve`: see 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Options of a served model: its device, None for the recipe's; what is done to it; the longest text."""
+class ModelOptions:
+    """Options of the model that is served: its device, None for the recipe's; what is done to it; the longest text."""
 
     device: str | None = None
     compiled: bool = False
@@ -46,7 +46,7 @@ class ServeOptions:
     allow_code: bool = False
 
 
-def open_served(directory: Path, given: Given, options: ServeOptions) -> Served:
+def open_served(directory: Path, given: Given, options: ModelOptions) -> Served:
     """The model saved in `directory`, without its dense regions. UsageError for a task that is not served."""
     recipe = saved_recipe(directory)
     recipe = recipe and expand_paths(recipe)
@@ -84,7 +84,7 @@ def _kind(task: TaskConfig | None, directory: Path) -> Kind:
 
 
 def _reader(
-    directory: Path, model: Any, plan: Plan, recipe: Recipe | None, data: DataConfig | None, options: ServeOptions
+    directory: Path, model: Any, plan: Plan, recipe: Recipe | None, data: DataConfig | None, options: ModelOptions
 ) -> Reader:
     """The reader of requests: of images or audio by what the model takes, of texts where there is a tokenizer."""
     size = plan.model.image_size

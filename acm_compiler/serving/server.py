@@ -22,7 +22,7 @@ from acm_compiler.serving.app import create_app
 from acm_compiler.serving.batcher import Batcher, Limits
 from acm_compiler.serving.controller import Controller
 from acm_compiler.serving.metrics import Metrics
-from acm_compiler.serving.open_served import ServeOptions, budget_range, open_served
+from acm_compiler.serving.open_served import ModelOptions, budget_range, open_served
 from acm_compiler.serving.pace import Pace, measure_pace
 from acm_compiler.serving.recalibration import Recalibration
 from acm_compiler.serving.served import Served
@@ -86,7 +86,7 @@ class _Server(uvicorn.Server):
 def open_and_serve(
     directory: Path,
     given: Given,
-    options: ServeOptions,
+    options: ModelOptions,
     bounds: Bounds,
     server: ServerOptions,
     at: socket.socket,

@@ -16,7 +16,7 @@ from acm_compiler.data.digits import CLASSES, SIDE
 from acm_compiler.data.spoken_digits import RATE
 from acm_compiler.data.spoken_digits import VOCABULARY as LETTERS
 from acm_compiler.errors import ModelSourceError, StorageError
-from acm_compiler.sources.built import fill
+from acm_compiler.sources.builders import fill
 from acm_compiler.sources.from_hf import import_transformers
 from acm_compiler.sources.inputs import Inputs
 

@@ -18,7 +18,7 @@ from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import SOURCES, InputConfig, ModelConfig
 from acm_compiler.recipe.resolved import installed_version
 from acm_compiler.sources import from_hf, from_python, from_registry
-from acm_compiler.sources.built import FAILURES, Device, Found, in_one_line
+from acm_compiler.sources.builders import FAILURES, Device, Found, in_one_line
 from acm_compiler.sources.inputs import Inputs, InputSpec, fit_to, make_inputs
 
 _BUILDERS: dict[str, Callable[..., Found]] = {

@@ -17,7 +17,7 @@ from unittest import mock
 from torch import nn
 
 from acm_compiler.errors import ModelSourceError, a_few_of
-from acm_compiler.sources.built import FAILURES, in_one_line
+from acm_compiler.sources.builders import FAILURES, in_one_line
 
 # what transformers and gguf raise for files that are cut off, damaged, or of an architecture they do not know
 _FAILURES = (*FAILURES, OSError, MemoryError, struct.error)

@@ -14,7 +14,7 @@ from acm_compiler.recipe.load import installed_path
 from acm_compiler.recipe.lookup import gguf_file
 from acm_compiler.recipe.models import AUTO_CLASSES, ModelConfig
 from acm_compiler.sources import from_gguf
-from acm_compiler.sources.built import (
+from acm_compiler.sources.builders import (
     Device,
     Found,
     build_on,

@@ -10,7 +10,7 @@ from typing import Any
 
 from acm_compiler.errors import UsageError, did_you_mean
 from acm_compiler.recipe.models import ModelConfig
-from acm_compiler.sources.built import Device, Found, expect_module, load_own_file, refuse_names
+from acm_compiler.sources.builders import Device, Found, expect_module, load_own_file, refuse_names
 from acm_compiler.sources.user_code import Attempt, failed, users_code
 
 PREFIX = "python:"

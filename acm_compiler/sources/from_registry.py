@@ -14,7 +14,7 @@ from torch import nn
 from acm_compiler.errors import ModelSourceError, did_you_mean
 from acm_compiler.recipe.lookup import SHIPPED
 from acm_compiler.recipe.models import ModelConfig
-from acm_compiler.sources.built import (
+from acm_compiler.sources.builders import (
     Device,
     Found,
     build_on,

@@ -146,7 +146,7 @@ def steps_of(config: TrainedPhase, batches: int) -> int:
 
 def endless(batches: BatchStream, first: int) -> Generator[Batch, None, None]:
     """All batches from number `first` of the phase on, epoch after epoch."""
-    epoch, start = divmod(first, len(batches))
+    epoch, start = batches.place(first)
     while True:
         yield from batches.epoch(epoch, start)
         epoch, start = epoch + 1, 0

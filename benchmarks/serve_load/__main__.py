@@ -31,8 +31,7 @@ from tabulate import tabulate
 
 from acm_compiler.cli.serve import seconds_of
 from benchmarks.serve_load.contenders import BATCH, open_contender, serve_one, servers, warm
-from benchmarks.serve_load.sending import Ran, Replay, arrivals, load_server, mean_k, tokens_by_k
-from benchmarks.serve_load.texts import Truth, truth_of
+from benchmarks.serve_load.sending import Ran, Replay, Truth, arrivals, load_server, mean_k, tokens_by_k, truth_of
 
 STEP, CLOSE = 1.3, 1.06
 HEADERS = (

@@ -17,7 +17,7 @@ from acm_compiler.runs.given import Given
 from acm_compiler.runs.recipe_run import open_saved_run
 from acm_compiler.serving.batcher import Limits
 from acm_compiler.serving.controller import Controller
-from acm_compiler.serving.open_served import ServeOptions, open_served
+from acm_compiler.serving.open_served import ModelOptions, open_served
 from acm_compiler.serving.served import Served
 from acm_compiler.serving.server import ServerOptions, bind, serve, warm_up
 
@@ -27,7 +27,7 @@ BATCH = 32
 def open_contender(directory: Path, contender: str, *, compiled: bool = False) -> Served:
     """`dense`, one budget such as `.4`, or a controller's range such as `.4:1`; compiled by Inductor or backend acm."""
     name, _, form = contender.partition("/")
-    options = ServeOptions(device="cpu", compiled=compiled, quantized="int8" if form and name != "dense" else None)
+    options = ModelOptions(device="cpu", compiled=compiled, quantized="int8" if form and name != "dense" else None)
     served = open_served(directory, Given(), options)
     if name == "dense":
         dense = open_saved_run(directory).dense

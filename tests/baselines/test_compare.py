@@ -114,6 +114,7 @@ def test_a_folder_with_another_runs_scores_is_refused_and_keeps_them(whole, tmp_
         ),
         (("--methods", ","), "no method was named"),
         (("--ablate", ""), "no ablation was named"),
+        (("--set", "schedule=[]", "--set", "data=null"), "a comparison needs data and a task"),
         (("--budgets", "40"), "40%?"),
         (("--budgets", "fast"), "shares of the dense model's MACs, such as .4 or 40%"),
     ],

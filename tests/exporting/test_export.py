@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 import acm_compiler as acm
 from acm_compiler.cli import app
-from acm_compiler.errors import AcmError, FixedBudget, StorageError, UsageError
+from acm_compiler.errors import AcmError, FixedBudget, StorageError, UsageError, VerificationFailed
 from acm_compiler.exporting.controls import check_controls
+from acm_compiler.exporting.traced import check_answers
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
 from tests.helpers.decoders import gated
 from tests.helpers.models import WIDTH, Flattened, Mlp, Residual
@@ -213,6 +214,18 @@ def test_an_earlier_export_is_replaced_and_files_of_others_are_not(vision, tmp_p
     (tmp_path / "out/export.json").write_text("{}")
     with pytest.raises(StorageError, match="no description of an export"):
         acm.export(model, tmp_path / "out", x)
+
+
+def test_outputs_that_are_not_the_models_are_refused():
+    expected, infinite = torch.tensor([1.0, 2.0]), torch.tensor([float("inf"), 2.0])
+    assert (
+        check_answers(expected + 1e-5, expected, where="pt2")
+        < 1e-5
+        < check_answers(expected + 2e-2, expected, where="pt2", quantized=True)
+    )
+    for found, wanted in ((expected + 2e-2, expected), (expected, infinite), (expected * float("nan"), expected)):
+        with pytest.raises(VerificationFailed, match="pt2: what was exported gives other outputs than the model"):
+            check_answers(found, wanted, where="pt2")
 
 
 def test_an_input_of_the_models_own_is_no_control():

@@ -12,7 +12,7 @@ import acm_compiler as acm
 from acm_compiler.runs.given import Given
 from acm_compiler.serving.batcher import Batcher, Limits
 from acm_compiler.serving.controller import Controller
-from acm_compiler.serving.open_served import ServeOptions, open_served
+from acm_compiler.serving.open_served import ModelOptions, open_served
 from acm_compiler.serving.pace import Line, Pace
 from acm_compiler.serving.served import Served
 from tests.helpers.rewrite_cases import ALL, give_budgets, rewritten, trained
@@ -61,7 +61,7 @@ def save_audio(folder: Path) -> None:
 
 def opened(folder: Path, task: str, data: str | None = None) -> Served:
     """The model saved in `folder`, for a task."""
-    return open_served(folder, Given.read(task, data, None), ServeOptions(device="cpu"))
+    return open_served(folder, Given.read(task, data, None), ModelOptions(device="cpu"))
 
 
 def app_of(

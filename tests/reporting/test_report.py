@@ -25,10 +25,10 @@ from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe import load_recipe, resolved_yaml
 from acm_compiler.reporting.charts import cost_chart, k_chart
-from acm_compiler.reporting.contents import Report, headline_budget
+from acm_compiler.reporting.contents import Report
 from acm_compiler.reporting.figures import LIGHT, key_of_k, load_scale
 from acm_compiler.reporting.load_facts import load_colours, picture_png
-from acm_compiler.reporting.page_facts import shared_start
+from acm_compiler.reporting.page_facts import headline_budget, shared_start
 from acm_compiler.reporting.write import write_report
 from acm_compiler.runs.given import read_budgets
 from acm_compiler.runs.pipeline import convert

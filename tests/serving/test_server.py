@@ -11,7 +11,7 @@ from acm_compiler.runs.given import Given
 from acm_compiler.serving import server
 from acm_compiler.serving.batcher import Limits
 from acm_compiler.serving.controller import Controller
-from acm_compiler.serving.open_served import ServeOptions, open_served
+from acm_compiler.serving.open_served import ModelOptions, open_served
 from acm_compiler.serving.pace import Line, Pace
 from acm_compiler.serving.server import is_padding_idle, warm_up
 from acm_compiler.tasks.embed import Embed
@@ -80,7 +80,7 @@ def test_connections_outlive_those_of_clients_and_threads_take_short_turns(texts
 
 @pytest.mark.parametrize("to", ["int8", "int4"])
 def test_learners_are_quantised_where_that_is_asked_for(texts, to):
-    served = open_served(texts, Given.read("embed", None, None), ServeOptions(device="cpu", quantized=to))
+    served = open_served(texts, Given.read("embed", None, None), ModelOptions(device="cpu", quantized=to))
     assert conversion(served.model).quantized == to
     (vector,) = served.run([served.reader.sample(5)], [None], 0.5)
     assert torch.isfinite(vector).all()

@@ -15,7 +15,7 @@ from torch import nn
 from acm_compiler.errors import ModelSourceError, StorageError, UsageError
 from acm_compiler.recipe.models import InputConfig, ModelConfig
 from acm_compiler.sources.build import build, build_from_record, parse_reference
-from acm_compiler.sources.built import build_on
+from acm_compiler.sources.builders import build_on
 from acm_compiler.sources.inputs import parse_input
 
 USERS_MODULE = """

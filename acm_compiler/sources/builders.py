@@ -1,6 +1,4 @@
-"""A built model with its example inputs and record, the call of a builder with the recipe's `args`, and weights from a
-file of the user's: all that sources share.
-"""
+"""Parts that the builders of all sources share: what they give, calls with `args` of recipes, weights of users."""
 
 from __future__ import annotations
 

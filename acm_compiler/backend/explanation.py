@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -92,8 +93,9 @@ _NOT_SEEN = "its learners were in no graph: "
 class Explanation:
     """Implementation of every site, and of every quantised linear outside of ACMs; `str()` is a table.
 
-    linears: how many of `sites` are such linears. graphs: into how many graphs the model falls. conditions: what they
-    ask of the sizes of its inputs; for others, and for a size of 0 or 1 where the example has more, more are compiled.
+    sites: one for each call. linears: how many such linears there are. graphs: into how many graphs the model falls.
+    conditions: what they ask of the sizes of its inputs; for others, and for a size of 0 or 1 where the example has
+    more, more are compiled.
     """
 
     sites: tuple[Lowered, ...]
@@ -108,13 +110,16 @@ class Explanation:
         return found | ({"linears": self.linears} if self.linears else {})
 
     def __str__(self) -> str:
-        rows = [
-            [site.site, site.implementation, " + ".join(site.fused) or "-", site.reason or "", site.line or ""]
+        calls = Counter(
+            (site.site, site.implementation, " + ".join(site.fused) or "-", site.reason or "", site.line or "")
             for site in self.sites
-        ]
-        table = tabulate(rows, headers=["site", "runs on", "fused with", "why", "line"])
+        )
+        often = max(calls.values(), default=1) > 1
+        headers = ["site", "runs on", "fused with", "why", "line"] + ["calls"] * often
+        table = tabulate([[*row, *[count] * often] for row, count in calls.items()], headers=headers)
         others = f" and {self.linears} quantised linears" if self.linears else ""
-        graphs = f"{len(rows) - self.linears} ACMs{others} in {self.graphs} graph{'s' * (self.graphs != 1)}"
+        acms = len({site for site, *_ in calls}) - self.linears
+        graphs = f"{acms} ACMs{others} in {self.graphs} graph{'s' * (self.graphs != 1)}"
         asked = "".join(f"\n  {condition}" for condition in self.conditions)
         return f"{table}\n{graphs}" + (f", compiled with dynamic=True for inputs with{asked}" if asked else "")
 
@@ -158,7 +163,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         sites=(*named, *missing),
         graphs=graphs,
         conditions=tuple(dict.fromkeys(conditions)),
-        linears=sum(site.site in rest for site in named),
+        linears=len(seen.intersection(rest)),
     )
 
 

@@ -33,21 +33,25 @@ _NAMED = ("logits", "last_hidden_state")
 def default_answer(output: Any, mask_BS: Tensor | None = None) -> list[Tensor]:
     """The tensors of `output` that matter: `logits`, else `last_hidden_state`, else all floating tensors in it.
 
-    Logits of tokens [B, S, V] are judged by their probabilities; others are centred: what shifts all classes alike
-    changes nothing.
+    Logits of tokens [B, S, V] are judged by their probabilities, those of examples [B, V] are centred: what shifts all
+    classes alike changes nothing. So are the tensors of a mapping whose names end in `logits`, as
+    `BertForPreTraining`'s `prediction_logits` do; those of pixels, whose classes may be any axis, are left as they are.
     """
     for name in _NAMED:
         tensor = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            return [_judged(tensor) if name == "logits" else tensor]
-    parts = list(output.values()) if isinstance(output, Mapping) else output
-    if isinstance(parts, (tuple, list)):
-        return [tensor for part in parts for tensor in default_answer(part)]
+            return [_judged(tensor, name)]
+    if isinstance(output, Mapping):
+        return [_judged(tensor, str(name)) for name, part in output.items() for tensor in default_answer(part)]
+    if isinstance(output, (tuple, list)):
+        return [tensor for part in output for tensor in default_answer(part)]
     return [output] if isinstance(output, Tensor) and output.is_floating_point() else []
 
 
-def _judged(logits: Tensor) -> Tensor:
-    return root_probabilities(logits) if logits.dim() == 3 else logits - logits.mean(-1, keepdim=True)
+def _judged(tensor: Tensor, name: str) -> Tensor:
+    if not name.endswith("logits") or tensor.dim() not in (2, 3):
+        return tensor
+    return root_probabilities(tensor) if tensor.dim() == 3 else tensor - tensor.mean(-1, keepdim=True)
 
 
 def root_probabilities(logits_BSV: Tensor, mask_BS: Tensor | None = None) -> Tensor:

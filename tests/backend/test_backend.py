@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters, warn_once_cache
 
 import acm_compiler as acm
@@ -177,6 +178,28 @@ def test_explain_says_what_runs_each_site():
     assert (plain.site, plain.implementation, plain.reason) == ("acms.1", "cpu", None)
     assert said.graphs == 1 and "2 ACMs in 1 graph" in str(said)
     assert said.as_json()["sites"][1]["implementation"] == "cpu"
+
+
+class Often(nn.Module):
+    """The same layer three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = stack_of(planned_site("layer.acms.0"))
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.layer(x)
+        return x
+
+
+def test_explain_counts_the_calls_of_a_site_that_runs_often():
+    model, x = Often(), torch.randn(2, 5, 8)
+    said = acm.explain(model, x)
+    header, _, row, total = str(said).splitlines()[:4]
+    assert header.split()[-1] == "calls" and row.split()[-1] == "3" and total.startswith("1 ACMs in 1 graph")
+    assert len(said.sites) == 3
+    assert "calls" not in str(acm.explain(model.layer, x))
 
 
 def test_explain_names_sites_as_the_plan_does_under_a_wrapped_forward():

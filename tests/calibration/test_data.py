@@ -632,6 +632,22 @@ def test_what_matters_of_an_output(output, picked):
     assert len(answers(output, default_answer)) == picked
 
 
+def test_logits_under_other_names_are_judged_as_logits_beside_what_else_there_is():
+    tokens, examples, boxes = torch.randn(2, 3, 5), torch.randn(2, 4), torch.randn(2, 3, 4)
+    output = {"prediction_logits": tokens, "loss": None, "chain_logits": examples, "boxes": boxes}
+    by_token, by_example, as_is = answers(output, default_answer)
+    torch.testing.assert_close(by_token, 2 * tokens.softmax(-1).sqrt())
+    torch.testing.assert_close(by_example, examples - examples.mean(-1, keepdim=True))
+    assert as_is is boxes
+
+
+def test_logits_of_pixels_are_left_whole():
+    logits = torch.randn(2, 4, 6, 5)  # a class at axis 1
+    stripe = torch.zeros_like(logits).index_fill_(1, torch.tensor([2]), 3.0)  # moves one class along whole rows
+    (before,), (after,) = (answers(Output(logits=z), default_answer) for z in (logits, logits + stripe))
+    torch.testing.assert_close(after - before, stripe)
+
+
 def test_logits_matter_up_to_what_all_classes_share():
     z = torch.randn(2, 5)
     (a,), (b,) = (answers(Output(logits=logits), default_answer) for logits in (z, z + 7))

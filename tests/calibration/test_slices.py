@@ -155,6 +155,11 @@ def test_projections_whose_heads_meet_in_another_order_are_no_pair(what):
     assert {site.role: site.unpaired for site in found if site.pair is None} == dict.fromkeys(roles, reason)
 
 
+def test_a_layer_that_runs_often_has_no_pairs():
+    found = plan_of(Stack(*[Projected(test_roles.sdpa)] * 3).eval(), example()).sites
+    assert {site.unpaired for site in found} == {"it runs 3 times in one call of the model"} and len(found) == 4
+
+
 def test_what_lies_in_between_is_named():
     model, x = opened("rotary")
     reasons = {site.role: site.unpaired for site in plan_of(model, x).sites}

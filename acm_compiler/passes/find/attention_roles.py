@@ -75,8 +75,11 @@ def _forward_roles(flow: Dataflow, linear: str, stop: set[str]) -> set[str]:
     # fused:        `scaled_dot_product_attention(q, k, v)`
     # written out:  `(q @ k.mT).softmax(-1) @ v`
     # linear:       `q.softmax(-1) @ (k.softmax(-2).mT @ v)`
+    def through(value: Value) -> bool:
+        return value.op in _KEEPS_ROLE and not _goes_around(flow, linear, value)
+
     roles: set[str] = set()
-    for name, value in flow.readers(linear, lambda value: value.op in _KEEPS_ROLE, stop=stop):
+    for name, value in flow.readers(linear, through, stop=stop):
         if value.op in ATTENTION:
             roles |= _attention_operands(value, name)
         elif _is_data_product(flow, value):
@@ -84,6 +87,13 @@ def _forward_roles(flow: Dataflow, linear: str, stop: set[str]) -> set[str]:
         elif value.op == "softmax" and not _joined(flow, value.name, linear):
             roles |= _roles_without_scores(flow, value.name)
     return roles
+
+
+def _goes_around(flow: Dataflow, linear: str, value: Value) -> bool:
+    """True at a sum with what another linear made of `linear`'s output: that goes around a layer, and is no operand."""
+    # `x = embed(patches); x = x + mlp(x); scores(x).softmax(-1).mT @ x`: embed gives what is pooled, but no values
+    between = (other for other in flow.linears if other != linear and flow.feeds(linear, other))
+    return value.op in SUMS and any(flow.feeds(other, part) for other in between for part in flow.live_args(value.name))
 
 
 def _attention_operands(value: Value, name: str) -> set[str]:

@@ -161,8 +161,12 @@ def _joint_role(runs: Sequence[Region]) -> Role | None:
 
 def _with_pairs(flow: Dataflow, matches: Sequence[Match]) -> list[Match]:
     """The matches, projections with what is known of their partners."""
-    once = {m.runs[0].output: m.site for m in matches if m.site.kind == "linear" and len(m.runs) == 1}
-    paired = with_pairs(once, flow)
+    projections = [m for m in matches if m.site.kind == "linear"]
+    paired = with_pairs({m.runs[0].output: m.site for m in projections if len(m.runs) == 1}, flow)
+    for match in projections:
+        if len(match.runs) > 1:
+            why = f"it runs {len(match.runs)} times in one call of the model"
+            paired[match.site.name] = dataclasses.replace(match.site, unpaired=why)
     return [dataclasses.replace(m, site=paired.get(m.site.name, m.site)) for m in matches]
 
 

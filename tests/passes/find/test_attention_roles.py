@@ -291,6 +291,27 @@ def test_a_linear_behind_attention_and_something_else_is_no_output_projection():
     assert roles_of(Stack(Behind()))[0] == {"q": "q", "k": "k", "v": "v"}
 
 
+class Weighed(nn.Module):
+    """The mean of a network's tokens by learned weights: embed, x + mlp(x), softmax(score(x)) @ x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.score = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.score(x).mT.softmax(-1) @ x
+
+
+def test_an_embedding_whose_tokens_are_weighed_at_the_end_is_no_value_projection():
+    found, skips = roles_of(Stack(Weighed()))
+    assert "embed" not in found
+    reasons = {skip.name: skip.reason for skip in skips}
+    assert reasons["blocks.0.embed"] == "neither a layer of an MLP nor a projection of attention"
+
+
 def test_a_softmax_over_a_window_makes_no_key_of_the_linear_that_chooses_it():
     class Window(nn.Module):
         def __init__(self):

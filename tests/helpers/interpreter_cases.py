@@ -434,6 +434,7 @@ def test_one_token_at_one_k_runs_by_kernels_and_reads_no_other_learner(form, dty
     for module in (operators, sites):
         monkeypatch.setattr(module, "on_device_of", lambda x: contextlib.nullcontext())
     monkeypatch.setattr(ops, "VECTOR_KERNELS", {"cpu"})
+    monkeypatch.setattr(ops, "_ASKED", {"cpu"})  # for the kernels of CPUs, which are not needed here
     monkeypatch.setattr(sites, "prefix_output", None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     learners = Learners(75, 19, 3, 11, form=form, act="silu", dtype=dtype)

@@ -22,6 +22,8 @@ from acm_compiler.calibration.quantized.rounding import damped, round_rows
 
 # least tokens of one k for a mean of their own; of fewer the mean is taken over all tokens
 _FEW = 64
+# part of the mean square of values that their moments may be wrong by
+_ROUNDING = 1e-6
 
 
 def rounded_learners(weights: Weights, inputs: Inputs) -> Weights:
@@ -148,4 +150,5 @@ def _shared_moments(v_TC: Tensor, k_T: Tensor, width: int) -> Tensor:
         if k:
             used = slice(int(k) * width)
             c_CC[used, used] += _covariance(v_TC[of_T, used]) * of_T.double().mean().to(c_CC)
-    return damped(c_CC)
+    # products of float32, of which values that hardly vary leave nothing but rounding
+    return damped(c_CC, rounding=_ROUNDING * float(v_TC.double().square().mean()))

@@ -23,6 +23,8 @@ _SWEEPS = 3
 # parts of a group's range, below and above its middle, that are tried
 _RANGES = (1.0, 0.92, 0.84)
 _TINY = torch.finfo(torch.float64).tiny
+# a ridge for moments that are zero, as of an input that never varies: its inverse is a number, too
+_LEAST = 1e-100
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,12 +45,14 @@ class Rounded:
         return Grids(*(t[:, at] for t in self.grids))
 
 
-def damped(c_CC: Tensor) -> Tensor:
+def damped(c_CC: Tensor, *, rounding: float = 0.0) -> Tensor:
     """The moments with a hundredth of their mean diagonal added to it, so that they can be inverted.
 
+    rounding: by so much may they be wrong; no less is added.
     A part of each column's own, in place of it, keeps the largest columns from being made up for.
     """
-    ridge_C = torch.full_like(c_CC.diagonal(), float(_DAMPING * mean_diagonal(c_CC)))
+    ridge = max(float(_DAMPING * mean_diagonal(c_CC)), rounding, _LEAST)
+    ridge_C = torch.full_like(c_CC.diagonal(), ridge)
     return c_CC + torch.diag(ridge_C)
 
 

@@ -81,6 +81,18 @@ def test_learners_that_no_token_ran_stay_near_the_floats(k):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("size", [0.0, 1.0])
+def test_inputs_that_never_vary_leave_weights_near_the_floats(size):
+    _, k, weights = drawn(Case())
+    x = torch.full((TOKENS, Case().d_in), size)
+    ours = rounded_learners(weights, seen(x, k))
+    every = torch.full((TOKENS,), Case().learners, dtype=torch.int32)
+    varied = x + 0.1 * torch.randn_like(x)
+    expected = run_learners(varied, every, weights)
+    assert (run_learners(varied, every, ours) - expected).norm() < 0.2 * expected.norm()
+
+
+@torch.no_grad()
 def test_bfloat16_learners_keep_their_type_in_biases():
     case = Case()
     x, k, weights = drawn(case)

@@ -21,7 +21,8 @@ equal to torch's own count; the rewritten model's outputs equal to the original'
 *MLP* and *gated MLP* sites are counted by block, *attention* by projection; *packed* are matrices that hold several
 projections (qkv, kv, qk), each one ACM of that width. *Share* is the part of the small model's MACs that lies in sites;
 of a published model `acmc plan` tells it. *Stays dense* gives the reasons why linears and convolutions are not
-converted, and how many they concern.
+converted, and how many they concern. What became of some trained models is in
+[results/real-models.md](results/real-models.md).
 """
 
 _NEWCOMERS = """The truths of these eleven models were written and committed before any of them had been planned.

@@ -131,12 +131,15 @@ class KeptAnswers:
 
     def _ask(self, batch: Batch) -> Tensor:
         """The answer [B, …, D], or the head's input in the type that the head computes in."""
-        teacher, asked = self.teacher, []
+        teacher = self.teacher
         if self.head is None:
             return teacher.task.answer(teacher.run(batch), teacher.task.mask(batch))
-        with self.head.register_forward_pre_hook(lambda _, args: asked.append(args[0])):
-            teacher.run(batch)
-        return asked[-1].to(teacher.machine.dtype or asked[-1].dtype)
+        with self.head.register_forward_pre_hook(_stop):
+            try:
+                teacher.run(batch)
+            except _HeadReached as reached:
+                return reached.input.to(teacher.machine.dtype or reached.input.dtype)
+        raise UsageError("the original did not run its head, which it ran for other examples", where="finetune")
 
     def _rows(self, answer: Tensor, mask: Tensor | None) -> list[Tensor]:
         """The rows [R, D] of each example, without padding."""
@@ -166,19 +169,33 @@ class KeptAnswers:
         check_room(self.directory, need, what, instead="leave cache_answers out, or train on fewer examples")
 
 
+class _HeadReached(Exception):
+    """Ends a forward at its head, whose product of all tokens and words nobody reads."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.input = value
+
+
+def _stop(_: nn.Module, args: tuple[Any, ...]) -> None:
+    raise _HeadReached(args[0])
+
+
 def _on(batches: Iterator[Batch], machine: Machine) -> Iterator[Batch]:
     for batch in batches:
         yield {name: value.to(machine.device) for name, value in batch.items()}
 
 
 def _find_head(teacher: Teacher, batch: Batch) -> nn.Linear | None:
-    """The linear layer whose output the logits are, None where there is none, or where its input is no smaller."""
+    """The linear layer whose output the logits are; None where its input is no smaller, or it runs more than once."""
     seen: list[tuple[nn.Linear, weakref.ref[Tensor]]] = []
     linears = [module for module in teacher.model.modules() if isinstance(module, nn.Linear)]
     with _hooked(linears, seen):
         logits = teacher.task.logits(teacher.run(batch))
     found = next((module for module, output in seen if logits is not None and output() is logits), None)
-    return found if found is not None and found.in_features < found.out_features else None
+    if found is None or found.in_features >= found.out_features or sum(module is found for module, _ in seen) > 1:
+        return None
+    return found
 
 
 @contextmanager

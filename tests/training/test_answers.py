@@ -126,6 +126,25 @@ def test_kept_answers_are_those_of_every_step(cap, precision, tmp_path):
     assert file.stat().st_size < numbers * (4 if precision == "fp32" else 2) + 22 * 40 + 500
 
 
+def test_heads_are_run_to_find_them_and_not_to_keep_what_they_read(tmp_path):
+    model, runs = Language(), []
+    model.head.register_forward_hook(lambda *_: runs.append(1))
+    kept(tmp_path, model)
+    assert len(runs) == 1
+
+
+def test_of_a_head_that_runs_twice_the_logits_are_kept(tmp_path):
+    class Twice(Language):
+        def forward(self, input_ids, attention_mask):
+            return super().forward(input_ids.flip(1), attention_mask) and super().forward(input_ids, attention_mask)
+
+    model = Twice()
+    once = kept(tmp_path, model)
+    batch = next(words().epoch(0))
+    wanted = Teacher(model=model, task=CausalLM(), machine=open_machine("fp32"), wanted=True).teach(batch)[1]
+    torch.testing.assert_close(once.teach(batch)[1], wanted)
+
+
 def test_only_what_will_be_read_is_answered(tmp_path):
     once = kept(tmp_path, Language(), most=2)
     assert len(once.kept.store._places) == 8

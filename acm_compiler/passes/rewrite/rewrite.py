@@ -28,6 +28,7 @@ from acm_compiler.passes.rewrite.graft_graph import find_in_graph, graft_graph
 from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graft_modules, graft_weights, paths_of
 from acm_compiler.passes.rewrite.offload import file_copy, kept, offloading
 from acm_compiler.passes.rewrite.saving_hooks import carry_budgets, guard_saving
+from acm_compiler.passes.rewrite.site_functions import check_functions
 from acm_compiler.passes.rewrite.stand_ins import StashedACM
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.decisions import PlannedSite
@@ -70,8 +71,9 @@ def rewrite(
     offload: a folder, or "disk" for the system's own for temporary files, for models that memory does not hold: what is
     new lies in files there, without names, whose pages come and go; what the model has stays where it is. "cpu" is for
     `calibrate`: here all of it lies where the model does.
-    Raises PlanMismatch for another model, AlreadyRewritten, NothingToConvert for a plan without sites, StorageError for
-    a folder that cannot be written, and UsageError for inference tensors that `inplace` would keep.
+    Raises PlanMismatch for another model, also one of the same sizes with another activation, AlreadyRewritten,
+    NothingToConvert for a plan without sites, StorageError for a folder that cannot be written, and UsageError for
+    inference tensors that `inplace` would keep.
     """
     _check_live(model, plan)
     if inplace:
@@ -132,6 +134,8 @@ def check_convertible(model: nn.Module, plan: Plan, *, resized: bool = False) ->
         modules = dict(seen.named_modules(remove_duplicate=False))
         for site in plan.sites:
             check_named(site.graft.modules, modules, "modules", site, seen)
+        if not resized:
+            check_functions(plan.sites, seen, named_tensors(seen))
 
 
 def copied(model: nn.Module, *, lent: bool = False) -> nn.Module:

@@ -9,7 +9,7 @@ import typer
 
 from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DirArgument, JsonOption, TaskOption
 from acm_compiler.cli.output import Output
-from acm_compiler.runs.given import Given, by_commas, checked_budgets
+from acm_compiler.runs.given import Given, by_commas, checked_budgets, refuse_missing
 
 if TYPE_CHECKING:
     from acm_compiler.runs.recipe_run import SavedRun
@@ -52,6 +52,7 @@ def export(
     from acm_compiler.sources.from_hf import processor_files_in
 
     check_format(format, fixed_k, budget)
+    refuse_missing(directory)
     share = None if budget is None else _budget(directory, budget, input)
     target = check_folder(directory / "export" / format if out is None else out)
     axes = _axes(dynamic or [])

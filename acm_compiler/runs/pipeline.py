@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -70,9 +71,16 @@ def plan(
     return decide(found, rules, size)
 
 
-def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig, *, target: Target | None = None) -> Plan:
-    """findings -> plan, by the rules; what would be slower on a target stays dense."""
-    chosen = choose_rules(found.sites, rules)
+def decide(
+    found: Findings,
+    rules: Sequence[SiteRule],
+    gate: GateConfig,
+    *,
+    target: Target | None = None,
+    place: Callable[..., str] | None = None,
+) -> Plan:
+    """findings -> plan, by the rules, whose `place` a refusal names; what would be slower on a target stays dense."""
+    chosen = choose_rules(found.sites, rules, place=place)
     planned, slower = plan_sites_for(target, found.sites, chosen, gate, examples=found.model.batch)
     notes = notes_on(planned, chosen, found.zeroed)
     if target is not None and slower:
@@ -99,14 +107,18 @@ def plan_model(
 ) -> tuple[BuiltModel, Plan, list[Advice]]:
     """The model that a reference names, without weights, its plan, and what converting more would buy."""
     built = build(model, device="meta", example=example)
-    return built, *_decide_and_advise(built, rules, GateConfig(), None)
+    found = _survey(built)
+    made = decide(found, rules, GateConfig())
+    return built, made, advise(found, made, rules, GateConfig())
 
 
 def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[BuiltModel, Plan, list[Advice]]:
     """The model of a recipe, without weights, the plan that its rules make, and advice; needs no data."""
     recipe = expand_paths(recipe.model_copy(update={"data": None}))
     built = build(recipe.model, device="meta", example=example or recipe.input)
-    return built, *_decide_and_advise(built, recipe.sites, recipe.gate, target_of(recipe))
+    found = _survey(built)
+    made = _decide_by(recipe, found)
+    return built, made, advise(found, made, recipe.sites, recipe.gate)
 
 
 def target_of(recipe: Recipe) -> Target | None:
@@ -114,12 +126,9 @@ def target_of(recipe: Recipe) -> Target | None:
     return None if recipe.target is None else Target.of(recipe.target, recipe.budgets.train)
 
 
-def _decide_and_advise(
-    built: BuiltModel, rules: Sequence[SiteRule], gate: GateConfig, target: Target | None
-) -> tuple[Plan, list[Advice]]:
-    found = _survey(built)
-    made = decide(found, rules, gate, target=target)
-    return made, advise(found, made, rules, gate)
+def _decide_by(recipe: Recipe, found: Findings) -> Plan:
+    place = partial(recipe.place, "sites")
+    return decide(found, recipe.sites, recipe.gate, target=target_of(recipe), place=place)
 
 
 def _survey(built: BuiltModel) -> Findings:
@@ -134,7 +143,7 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(recipe.run.seed)
     built = build(recipe.model, device="cpu", example=recipe.input)
     found = _survey(built)
-    made = decide(found, recipe.sites, recipe.gate, target=target_of(recipe))
+    made = _decide_by(recipe, found)
     say(str(made))
     for name in check_recipe(recipe, built.model, made):
         built.model.get_parameter(name).requires_grad_(False)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from acm_compiler.checkpoint import load
+from acm_compiler.checkpoint import load, saved_conversion
 from acm_compiler.data import Batch, BatchStream, count_examples, left_out, open_dataset
 from acm_compiler.data.batch import size_of
 from acm_compiler.errors import AcmError, UsageError
@@ -243,8 +243,12 @@ def open_saved_run(
 
 
 def saved_recipe(directory: Path) -> Recipe | None:
-    """The recipe of the model saved in `directory`, None where it was saved without. UsageError without a folder."""
+    """The recipe of the model saved in `directory`, None where it was saved without.
+
+    UsageError without a folder, StorageError for one that holds no saved model.
+    """
     refuse_missing(directory)
+    saved_conversion(directory)
     file = directory / "recipe.yaml"
     return load_recipe(file) if file.is_file() else None
 

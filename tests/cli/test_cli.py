@@ -82,6 +82,19 @@ def test_a_folder_that_is_not_there_is_a_usage_error(verb, tmp_path):
     assert result.exit_code == 2 and "nope: no such" in result.stderr
 
 
+SAVED = ["explain", "eval", "bench", "kernels", "report", "export", "serve"]
+
+
+@pytest.mark.parametrize("verb", SAVED)
+def test_a_folder_without_a_model_and_none_at_all_have_the_same_codes_everywhere(verb, tmp_path):
+    (tmp_path / "file").write_text("acm: 1")
+    empty, file, missing = (run(verb, str(tmp_path / name)) for name in (".", "file", "missing"))
+    assert empty.exit_code == 1 and missing.exit_code == 2, empty.stderr
+    assert "no saved model here" in empty.stderr or "no plan can be read here" in empty.stderr
+    if verb != "kernels":  # which takes the file of a plan
+        assert file.exit_code == 2 and "no such folder (found a file)" in file.stderr
+
+
 def test_an_unknown_option_is_a_usage_error():
     result = run("validate", "digits_vit_paper", "--jsno")
     assert (result.exit_code, result.stdout) == (2, "")

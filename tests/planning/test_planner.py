@@ -47,6 +47,11 @@ def planned_by(found, rules, gate):
     return plan_sites(found, choose_rules(found, rules), gate)
 
 
+def test_a_rule_that_names_no_site_is_refused():
+    with pytest.raises(UsageError, match="a rule must name the sites"):
+        choose_rules(FOUND, [SiteRule(match=())])
+
+
 def test_vit_b_sizes_match_the_paper():
     planned = planned_by([MLP, Q], BOTH, GateConfig())
     assert [(s.learners, s.width) for s in planned] == [(4, 768), (4, 96)]

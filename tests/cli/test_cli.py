@@ -481,6 +481,17 @@ def test_what_to_plan_is_a_recipe_or_a_model(tmp_path):
         read_what("torchvision:vit_b_16", ["run.seed=7"])
 
 
+def test_the_plan_of_a_saved_model_is_the_one_it_was_converted_by(tmp_path):
+    _, _, model = rewritten(ALL["torchvision_vit"], sites="mlp", learners=2)
+    acm.save(model, tmp_path / "out")
+    shown = run("plan", str(tmp_path / "out"), "--json")
+    assert shown.exit_code == 0 and "whose plan this is" in shown.stderr
+    facts = json.loads(shown.stdout)
+    assert [site["learners"] for site in facts["sites"]] == [2, 2]
+    assert facts["sites"] == json.loads((tmp_path / "out/plan.json").read_text())["sites"]
+    assert "2 x " in run("plan", str(tmp_path / "out"), "--per-site").stdout
+
+
 def test_the_module_runs_as_the_command_does():
     done = acmc("validate", "digits_vit_papr")
     assert (done.returncode, done.stdout) == (2, "")

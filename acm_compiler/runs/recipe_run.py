@@ -27,7 +27,7 @@ from acm_compiler.recipe.tasks import TaskConfig
 from acm_compiler.runs.folder import other_file, subject_of
 from acm_compiler.runs.given import Given, refuse_missing
 from acm_compiler.sources.build import build
-from acm_compiler.sources.inputs import Inputs, fit_to
+from acm_compiler.sources.inputs import Inputs, fit_to, make_inputs, parse_input
 from acm_compiler.tasks import Task, open_task
 from acm_compiler.training.machine import find_device
 
@@ -202,6 +202,15 @@ class SavedRun:
     def task(self) -> Task:
         """The task on its data. UsageError when neither recipe nor command line names one."""
         return self.opened.open_task(self.opened.held_out, self.model)
+
+    def example(self) -> Inputs | None:
+        """One example of the shape that the recipe's `input` says, or the one tensor of the plan; None without."""
+        if self.recipe is None:
+            return None
+        planned = conversion(self.model).plan.model.inputs
+        if (spec := self.recipe.input) is None and (not planned or "," in planned):
+            return None
+        return fit_to(self.model, make_inputs(self.model, spec or parse_input(planned.replace(" ", ""))))
 
     def inputs(self, count: int) -> Inputs:
         """The model's inputs for the first `count` evaluation examples, in the model's precision and on its device.

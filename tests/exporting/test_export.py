@@ -289,6 +289,21 @@ def test_a_table_with_jumps(tmp_path):
             assert_close(program(x, budget=torch.tensor(budget)), model(x))
 
 
+def test_the_verb_needs_no_data_where_the_recipe_says_the_shape(tmp_path):
+    """The folder of images of the recipe is not there."""
+    _, _, model = rewritten(PUBLISHED["hf_vit"])
+    give_budgets(model)
+    lost = f"{{kind: imagefolder, root: {tmp_path / 'lost'}}}"
+    recipe = f"acm: 1\nname: lost\nmodel: {{source: hf, name: {tmp_path / 'gone'}}}\ninput: {{image: [3, 16, 16]}}\n"
+    recipe += f"task: {{kind: classify}}\ndata: {{train: {lost}, eval: {lost}}}\n"
+    acm.save(model, tmp_path / "saved", extra={"recipe.yaml": recipe})
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "saved")])
+    assert done.exit_code == 0 and "example of the recipe's shape" in done.stderr, done.output
+    for words in (["--format", "onnx", "--budget", "0.5"], ["--data", lost]):
+        done = CliRunner().invoke(app, ["export", str(tmp_path / "saved"), *words])
+        assert done.exit_code == 1 and "lost" in done.stderr, done.output
+
+
 def test_the_verb(tmp_path):
     _, _, model = rewritten(PUBLISHED["hf_llama"])
     give_budgets(model)

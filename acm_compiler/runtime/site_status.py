@@ -33,7 +33,8 @@ class Status:
     `budget_range`: the budgets in reach, None where none were measured; `model_range`: what the whole model runs at
     them, as shares of the dense model's MACs. `cap`: what bounds every token's k beside the budget, as a share of N.
     `held`: at how many sites a fixed k overrules the gates. `quantized`: int8 or int4 after `acm.quantize`; `rest`: how
-    many linears outside of ACMs are, too, `floats`: at how many sites learners cannot be. `sparsity`: the share of what is chosen that is skipped, in which calls.
+    many linears outside of ACMs are, too, `floats`: at how many sites learners cannot be. `sparsity`: the share of what
+    is chosen that is skipped, in which calls.
     """
 
     sites: tuple[SiteStatus, ...]

@@ -29,7 +29,6 @@ from acm_compiler.sources.inputs import Example, Inputs
 # tokens that are read of `batches`, unless said
 _TOKENS = 24_000
 _LOG = logging.getLogger(__name__)
-_ODD = "whose rows have odd lengths, where two values of 4 bits share a byte"
 _ONCE = "quantise the model as it was before, with floating-point weights"
 
 
@@ -150,9 +149,8 @@ def _able(found: Rewritten, to: To) -> dict[str, ACM]:
             fix='acm.quantize(model, "int8")',
         )
     if odd:
-        _LOG.warning(
-            "learners stay floats at %d of %d sites, %s", len(odd), len(found.acms), f"{_ODD}: {a_few_of(odd)}"
-        )
+        where = f"{len(odd)} of {len(found.acms)} sites"
+        _LOG.warning("learners stay floats at %s, whose rows have odd lengths: %s", where, a_few_of(odd))
     return able
 
 

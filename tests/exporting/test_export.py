@@ -228,6 +228,18 @@ def test_outputs_that_are_not_the_models_are_refused():
             check_answers(found, wanted, where="pt2")
 
 
+@pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, -1e9, -1e4, float("-inf")])
+def test_masked_outputs_are_no_measure_of_the_others(masked):
+    expected = torch.tensor([[1.0, masked, -2.0], [masked, 0.5, masked]])
+    wrong = expected.where(expected == masked, expected * 1.1)
+    assert check_answers(expected, expected, where="pt2") == 0
+    near = check_answers(expected.where(expected != -2, -2.00001), expected, where="pt2")
+    assert near == pytest.approx(5e-6, rel=0.1)
+    for found in (wrong, expected.where(expected != masked, 1.0)):
+        with pytest.raises(VerificationFailed):
+            check_answers(found, expected, where="pt2")
+
+
 def test_an_input_of_the_models_own_is_no_control():
     with pytest.raises(UsageError, match="the model has an input of that name itself"):
         check_controls("cap", inputs=["x", "cap"])

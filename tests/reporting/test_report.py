@@ -476,6 +476,9 @@ def test_numbers_are_written_for_people():
     assert wording.score(None, accuracy) == "-"
     assert wording.macs_of(0.797e6, 1.4e6) == "0.797 MMACs, dense 1.4 MMACs"
     assert wording.difference(Interval(mean=-0.008, low=-0.013, high=-0.003), accuracy) == "−0.8 ± 0.5"
+    small = Interval(mean=-2.5e-5, low=-5e-5, high=0.0)
+    assert wording.difference(small, likelihood) == "−2.5e-05 ± 2.5e-05"
+    assert wording.signed(-2.5e-5, likelihood) == "−2.5e-05"
     assert wording.macs_spread(11.02e9, 9.8e9, 12.1e9) == "11.02 GMACs [9.80, 12.10]"
     assert wording.ratio(0.99948, 0.00032) == "0.9995 ± 0.0003"
     assert wording.count(1, "site") == "1 site" and wording.count(10800, "example") == "10,800 examples"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, UsageError
@@ -35,6 +36,7 @@ from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan, check_fits, warn_of_class
 
 _SHOWN = 5
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(slots=True)
@@ -152,11 +154,23 @@ def copied(model: nn.Module, *, lent: bool = False) -> nn.Module:
     try:
         return copy.deepcopy(model, _copies(model, lent=lent))
     except (RuntimeError, TypeError, pickle.PickleError) as error:
+        part = _part_of_graph(model)
         raise UsageError(
             f"this {type(model).__name__} cannot be copied",
+            where=part,
             found=str(error).splitlines()[0],
-            fix="pass inplace=True to change the model itself",
+            fix=f"{f'detach {part}, or ' if part else ''}pass inplace=True to change the model itself",
         ) from error
+
+
+def _part_of_graph(model: nn.Module) -> str | None:
+    """The first attribute that holds a result with gradients, which torch does not copy; None where there is none."""
+    for path, module in model.named_modules():
+        for name, value in (*vars(module).items(), *module._buffers.items()):
+            held = () if name in _REGISTRIES else pytree.tree_leaves(value)
+            if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in held):
+                return f"{path}.{name}".strip(".")
+    return None
 
 
 def _copies(model: nn.Module, *, lent: bool) -> dict[int, Any]:

@@ -37,6 +37,25 @@ def choose_rules(
     return chosen
 
 
+def too_narrow(found: Sequence[Site], chosen: Mapping[str, SiteRule]) -> dict[str, str]:
+    """Projections that stay dense because even learners of width 1 cost more together, by name, each with the reason.
+
+    Those whose rule says a width, or that can be slices, which cost what the projection does, are not among them.
+    """
+    reasons = {}
+    for site in found:
+        rule = chosen.get(site.name)
+        if rule is None or site.kind != "linear" or site.pair is not None:
+            continue
+        dense, learners = site.d_in * site.d_out, rule.learners * (site.d_in + site.d_out)
+        if rule.width == "auto" and rule.form != "slices" and learners > dense:
+            reasons[site.name] = (
+                f"too narrow: {rule.learners} learners of width 1 take {learners:,} MACs for a token, and it takes "
+                f"{dense:,}; fewer learners, or a width in its rule, make it an ACM all the same"
+            )
+    return reasons
+
+
 def plan_sites(found: Sequence[Site], chosen: Mapping[str, SiteRule], gate: GateConfig) -> tuple[PlannedSite, ...]:
     """The sites that have a rule, each with its sizes, in the model's order; UsageError where sizes do not fit."""
     planned = [_plan_site(site, chosen[site.name], gate) for site in found if site.name in chosen]

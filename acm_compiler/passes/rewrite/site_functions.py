@@ -1,4 +1,4 @@
-"""What a live model computes between the linears of an MLP, as text: a plan keeps it, and a rewrite compares it.
+"""The functions of a live model between the linears of an MLP, as text: a plan keeps them, a rewrite compares them.
 
 Sizes and names of parameters are the same for a model with GELU and one with ReLU, whose outputs are not.
 """
@@ -81,8 +81,9 @@ def _parts(model: nn.Module, site: Site) -> dict[str, nn.Module]:
 
 
 def _is_function(module: nn.Module) -> bool:
-    """True for a module that holds nothing, such as an activation."""
-    return next(module.children(), None) is None and not module._parameters and not module._buffers
+    """True for a module that holds nothing and does something, such as an activation."""
+    holds_nothing = next(module.children(), None) is None and not module._parameters and not module._buffers
+    return holds_nothing and not isinstance(module, nn.Identity)
 
 
 def _is_dropout(module: nn.Module) -> bool:
@@ -113,11 +114,16 @@ def _module_text(module: nn.Module) -> str:
 
 def _function_text(function: Any) -> str:
     if isinstance(function, functools.partial):
-        given = [repr(value) for value in function.args] + [f"{k}={v!r}" for k, v in function.keywords.items()]
-        return f"{_function_text(function.func)}({', '.join(['...', *given])})"
+        named = [f"{name}={_value_text(value)}" for name, value in function.keywords.items()]
+        return f"{_function_text(function.func)}({', '.join(['...', *map(_value_text, function.args), *named])})"
     name = getattr(function, "__name__", str(function))
     code = getattr(function, "__code__", None)
     return f"{name} of {_activations(code) or 'no activation'}" if name == "<lambda>" and code is not None else name
+
+
+def _value_text(value: Any) -> str:
+    """A number or text as it prints, of other objects their type: they may print their place in memory."""
+    return repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
 
 
 def _activations(code: types.CodeType) -> str:

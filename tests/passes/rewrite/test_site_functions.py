@@ -1,6 +1,7 @@
 """A plan is refused by a model of equal sizes that computes something else between the linears of a site."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ class _Block(nn.Module):
 
     def forward(self, x):
         return x + self.drop(self.branch(x))
+
+
+def _scaled(_: object, x):
+    return F.silu(x)
 
 
 class _Whole(_Block):
@@ -120,6 +125,11 @@ def test_what_changes_no_output_is_the_same_model():
     x = torch.randn(2, 5, FEATURES)
     plan = acm.plan(_Around(_Whole(nn.ReLU())).eval(), x)
     acm.rewrite(_Around(_Whole(nn.ReLU(inplace=True), 0.4)), plan)
+    without = _Around(_Whole(nn.ReLU()))
+    without.inner.drop = nn.Identity()
+    acm.rewrite(without, plan)
+    plan = acm.plan(_Block(functools.partial(_scaled, object())).eval(), x)
+    acm.rewrite(_Block(functools.partial(_scaled, object())), plan)
 
 
 def test_a_plan_that_says_nothing_of_functions_is_taken_at_its_word():

@@ -47,20 +47,15 @@ def evaluate(
     """Print the metric and the cost at each budget, and keep them in the folder."""
     from acm_compiler.calibration.recalibrate import known_damages
     from acm_compiler.evaluation.wording import evaluation_table
-    from acm_compiler.files import write_file
     from acm_compiler.runs.recipe_run import open_saved_run
 
     output = Output(json=json)
     given = Given.read(task, data, base_model)
-    if out is not None:
-        _check_place(out)
+    _check_place(out)
     asked = None if budgets is None else checked_budgets(directory, budgets)
     run = open_saved_run(directory, given=given, allow_code=allow_code)
     found = measure(run, output, budgets=asked, examples=examples, batch=batch)
-    if out is None:
-        keep(run, found, output)
-    else:
-        write_file(out, found.to_json() + "\n")
+    keep(run, found, output, out)
     output.say(evaluation_table(found))
     say_advice(directory, found, run.recipe, output)
     damages = known_damages(run.model) if per_site else None
@@ -69,11 +64,11 @@ def evaluate(
     output.document(found.as_json() | ({} if damages is None else {"sensitivity": damages}))
 
 
-def _check_place(out: Path) -> None:
+def _check_place(out: Path | None) -> None:
     """UsageError where no file can be at `out`, before anything is measured."""
     from acm_compiler.errors import UsageError
 
-    if out.is_dir() or not out.absolute().parent.is_dir():
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         found = "a folder" if out.is_dir() else f"no folder {out.parent}"
         raise UsageError("no place for a file", where="--out", found=found, expected="a file in a folder that is there")
 
@@ -126,13 +121,17 @@ def measure(
     return found if run.dense is not None else _with_recorded(found, run, output)
 
 
-def keep(run: SavedRun, found: Evaluation, output: Output) -> None:
+def keep(run: SavedRun, found: Evaluation, output: Output, out: Path | None = None) -> None:
     """Write `eval.json`, or what holds evaluations on other data than the run's own: with the budgets that it has
     already, if they were measured on the same examples, and not at all if those were more. A folder that cannot be
-    written to is no failure, since the result is printed."""
+    written to is no failure, since the result is printed. out: a file to write the result alone to, in place of it."""
     from acm_compiler.errors import StorageError
     from acm_compiler.evaluation.results import FILE, joined, load_evaluation, save_evaluation
+    from acm_compiler.files import write_file
 
+    if out is not None:
+        write_file(out, found.to_json() + "\n")
+        return
     try:
         file = run.directory / run.evaluation_file
         before = load_evaluation(run.directory, file.name)

@@ -55,11 +55,9 @@ def export(
     refuse_missing(directory)
     share = None if budget is None else _budget(directory, budget, input)
     target = check_folder(directory / "export" / format if out is None else out)
-    axes = _axes(dynamic or [])
+    axes, names, output = _axes(dynamic or []), by_commas(controls), Output(json=json)
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
-    output = Output(json=json)
     inputs = _inputs(run, input, _TRACED if budget is None else _SAMPLE, output)
-    names = by_commas(controls)
     options: dict[str, Any] = {"controls": names, "per_example": per_example, "dynamic": axes, "fixed_k": fixed_k}
     options |= {"budget": share, "extra": processor_files_in(directory) if format == "checkpoint" else None}
     file = write(run.model, target, inputs, format, **options)

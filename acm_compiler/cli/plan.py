@@ -61,14 +61,12 @@ def plan(
     from acm_compiler.files import write_file
     from acm_compiler.runs.given import parse_budgets
 
-    output = Output(json=json)
-    target = _target(device)
+    output, target = Output(json=json), _target(device)
     named = parse_budgets(",".join(budget), "--budget") if budget else []
     settings = {"auto_class": auto_class} if auto_class else {}
     source = read_what(what, overrides or [], **settings, **({"trust_remote_code": True} if trust_remote_code else {}))
-    asked = {"sites": sites, "include": include, "exclude": exclude, "learners": learners}
-    chosen = {name: value for name, value in asked.items() if value is not None}
-    built, made, advice, budgets = _make(source, what, example, chosen)
+    chosen = {"sites": sites, "include": include, "exclude": exclude, "learners": learners}
+    built, made, advice, budgets = _make(source, what, example, {k: v for k, v in chosen.items() if v is not None})
     if built is None:
         output.note(f"{what} holds a converted model, whose plan this is; --sites plans the original model anew")
     if out is not None:

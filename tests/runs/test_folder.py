@@ -1,4 +1,4 @@
-"""What becomes of the content of a run's folder."""
+"""The content of a run's folder when another model takes the place of its own."""
 
 from acm_compiler.runs.folder import drop_measured, other_file
 

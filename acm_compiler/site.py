@@ -5,7 +5,7 @@ Everything here is frozen, holds no tensors and survives a JSON round trip.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
@@ -105,7 +105,9 @@ class Site:
     `residual`: the output is added to a value that bypasses the site; `residual_norm`: with a norm on the way.
     `calls`: how often one forward runs the site, `tokens`: tokens per call, both for the example inputs.
     `layout` is None where it could not be told. `pair` says with which site a projection can be sliced; where it is
-    None, `unpaired` may say why. `source` is the user's `file:line` of the last linear's call.
+    None, `unpaired` may say why. `functions` are those that the model may run between an MLP's linears, by their paths:
+    a rewrite tells another model from the planned one by them. `source` is the user's `file:line` of the last linear's
+    call.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Site:
     graft: Graft
     pair: Pair | None = None
     unpaired: str = ""
+    functions: dict[str, str] = field(default_factory=dict, hash=False)
     source: str | None = None
 
     @property

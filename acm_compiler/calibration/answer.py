@@ -36,22 +36,38 @@ def default_answer(output: Any, mask_BS: Tensor | None = None) -> list[Tensor]:
     Logits of tokens [B, S, V] are judged by their probabilities, those of examples [B, V] are centred: what shifts all
     classes alike changes nothing. So are the tensors of a mapping whose names end in `logits`, as
     `BertForPreTraining`'s `prediction_logits` do; those of pixels, whose classes may be any axis, are left as they are.
+    Minus infinity, or the type's lowest number, stands for what a model never predicts: it counts for nothing.
     """
+    return [tensor if (never := _never(tensor)) is None else tensor.masked_fill(never, 0) for tensor in _parts(output)]
+
+
+def _never(tensor: Tensor) -> Tensor | None:
+    """The places of minus infinity and of the type's lowest number; None, and no second tensor, without any."""
+    lowest = torch.finfo(tensor.dtype).min
+    return tensor.detach() <= lowest if tensor.numel() and float(tensor.detach().amin()) <= lowest else None
+
+
+def _parts(output: Any) -> list[Tensor]:
     for name in _NAMED:
         tensor = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             return [_judged(tensor, name)]
     if isinstance(output, Mapping):
-        return [_judged(tensor, str(name)) for name, part in output.items() for tensor in default_answer(part)]
+        return [_judged(tensor, str(name)) for name, part in output.items() for tensor in _parts(part)]
     if isinstance(output, (tuple, list)):
-        return [tensor for part in output for tensor in default_answer(part)]
+        return [tensor for part in output for tensor in _parts(part)]
     return [output] if isinstance(output, Tensor) and output.is_floating_point() else []
 
 
 def _judged(tensor: Tensor, name: str) -> Tensor:
     if not name.endswith("logits") or tensor.dim() not in (2, 3):
         return tensor
-    return root_probabilities(tensor) if tensor.dim() == 3 else tensor - tensor.mean(-1, keepdim=True)
+    if tensor.dim() == 3:
+        return root_probabilities(tensor)
+    if (never := _never(tensor)) is None:
+        return tensor - tensor.mean(-1, keepdim=True)
+    known, count = tensor.masked_fill(never, 0), (~never).sum(-1, keepdim=True).clamp_min(1)
+    return (known - known.sum(-1, keepdim=True) / count).masked_fill(never, 0)
 
 
 def root_probabilities(logits_BSV: Tensor, mask_BS: Tensor | None = None) -> Tensor:

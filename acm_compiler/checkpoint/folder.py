@@ -29,6 +29,7 @@ _ORDER = (WEIGHTS, PLAN, BUDGETS, MODEL)
 _ASIDE = ".saving"
 # what a comparison leaves: results, table, charts, and each method's scores
 COMPARED = ("compare.json", "compare.txt", "compare.png", "compare.svg", "compare")
+_OTHER_DATA = re.compile(r"eval-\w+-[0-9a-f]{8}\.json")  # evaluations on other data than the run's own
 _OF_RUNS = ("recipe.yaml", "metrics.jsonl", "eval.json", "bench.json", "report", "state", "export")
 LOCK = ".lock"
 # the weights in several files, and the list of them that other libraries read
@@ -45,7 +46,7 @@ def check_own_folder(directory: str | os.PathLike[str]) -> None:
     """
     folder = folder_at(directory)
     known = _known(folder)
-    refuse_others(folder, lambda name: name in known or _is_weights(name), "the folder holds files that are not ours")
+    refuse_others(folder, lambda name: name in known or _is_ours(name), "the folder holds files that are not ours")
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     with storing(folder), tempfile.TemporaryFile(dir=nearest):
         pass
@@ -69,6 +70,10 @@ def holds_model(directory: str | os.PathLike[str]) -> bool:
 def _is_weights(name: str) -> bool:
     """True for a file of a saved model's weights, or the list of these."""
     return name in (WEIGHTS, INDEX) or _SHARD.fullmatch(name) is not None
+
+
+def _is_ours(name: str) -> bool:
+    return _is_weights(name) or _OTHER_DATA.fullmatch(name) is not None
 
 
 def save_id(directory: str | os.PathLike[str]) -> str | None:

@@ -35,6 +35,9 @@ def evaluate(
     per_site: Annotated[
         bool, typer.Option("--per-site", help="Also show what each k is expected to do at every site.")
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the result here as JSON, and keep none in DIR.")
+    ] = None,
     task: TaskOption = None,
     data: DataOption = None,
     base_model: BaseOption = None,
@@ -48,16 +51,26 @@ def evaluate(
 
     output = Output(json=json)
     given = Given.read(task, data, base_model)
+    _check_place(out)
     asked = None if budgets is None else checked_budgets(directory, budgets)
     run = open_saved_run(directory, given=given, allow_code=allow_code)
     found = measure(run, output, budgets=asked, examples=examples, batch=batch)
-    keep(run.directory, found, output)
+    keep(run, found, output, out)
     output.say(evaluation_table(found))
     say_advice(directory, found, run.recipe, output)
     damages = known_damages(run.model) if per_site else None
     if damages is not None:
         output.say("\n" + damage_table(damages))
     output.document(found.as_json() | ({} if damages is None else {"sensitivity": damages}))
+
+
+def _check_place(out: Path | None) -> None:
+    """UsageError where no file can be at `out`, before anything is measured."""
+    from acm_compiler.errors import UsageError
+
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        found = "a folder" if out.is_dir() else f"no folder {out.parent}"
+        raise UsageError("no place for a file", where="--out", found=found, expected="a file in a folder that is there")
 
 
 def say_advice(directory: Path, found: Evaluation, recipe: Recipe | None, output: Output) -> None:
@@ -108,27 +121,35 @@ def measure(
     return found if run.dense is not None else _with_recorded(found, run, output)
 
 
-def keep(directory: Path, found: Evaluation, output: Output) -> None:
-    """Write `eval.json`: with the budgets that it holds already, if they were measured on the same examples, and not
-    at all if those were more. A folder that cannot be written to is no failure, since the result is printed."""
+def keep(run: SavedRun, found: Evaluation, output: Output, out: Path | None = None) -> None:
+    """Write `eval.json`, or what holds evaluations on other data than the run's own: with the budgets that it has
+    already, if they were measured on the same examples, and not at all if those were more. A folder that cannot be
+    written to is no failure, since the result is printed. out: a file to write the result alone to, in place of it."""
     from acm_compiler.errors import StorageError
     from acm_compiler.evaluation.results import FILE, joined, load_evaluation, save_evaluation
+    from acm_compiler.files import write_file
 
+    if out is not None:
+        write_file(out, found.to_json() + "\n")
+        return
     try:
-        before = load_evaluation(directory)
+        file = run.directory / run.evaluation_file
+        before = load_evaluation(run.directory, file.name)
         whole = found if before is None else joined(before, found)
         if before is not None and whole is None and before.subject in (None, found.subject) and before.n > found.n:
-            output.note(f"{directory / FILE} stays as it was: it was measured on {before.n:,} examples")
+            output.note(f"{file} stays as it was: it was measured on {before.n:,} examples")
             return
-        save_evaluation(directory, whole or found)
+        save_evaluation(run.directory, whole or found, file.name)
     except StorageError as error:
         output.warn(str(error))
         return
     if before is not None and whole is None:
         shown = f"budgets {_listed(before)} on {before.n:,} examples"
-        output.note(f"{directory / FILE} held {shown}, which were not these, or not of this model: it is replaced")
+        output.note(f"{file} held {shown}, which were not these, or not of this model: it is replaced")
     elif whole is not None and len(whole.budgets) > len(found.budgets):
-        output.note(f"{directory / FILE} keeps what was measured before beside this: budgets {_listed(whole)}")
+        output.note(f"{file} keeps what was measured before beside this: budgets {_listed(whole)}")
+    elif file.name != FILE:
+        output.note(f"kept in {file}: it is on other data than {FILE}, or for another task, which stays")
 
 
 def _listed(evaluation: Evaluation) -> str:
@@ -140,7 +161,7 @@ def _with_recorded(found: Evaluation, run: SavedRun, output: Output) -> Evaluati
     from acm_compiler.evaluation.results import load_evaluation
 
     output.note(f"the dense model is not compared: {run.no_dense}")
-    before = load_evaluation(run.directory)
+    before = load_evaluation(run.directory, run.evaluation_file)
     if found.metric.dense is not None or before is None or before.metric.dense is None:
         return found
     if before.subject not in (None, found.subject):

@@ -9,7 +9,7 @@ import typer
 
 from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DirArgument, JsonOption, TaskOption
 from acm_compiler.cli.output import Output
-from acm_compiler.runs.given import Given, by_commas, checked_budgets
+from acm_compiler.runs.given import Given, by_commas, checked_budgets, refuse_missing
 
 if TYPE_CHECKING:
     from acm_compiler.runs.recipe_run import SavedRun
@@ -52,16 +52,16 @@ def export(
     from acm_compiler.sources.from_hf import processor_files_in
 
     check_format(format, fixed_k, budget)
+    refuse_missing(directory)
     share = None if budget is None else _budget(directory, budget, input)
     target = check_folder(directory / "export" / format if out is None else out)
-    axes = _axes(dynamic or [])
+    axes, names, output = _axes(dynamic or []), by_commas(controls), Output(json=json)
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
-    inputs = _inputs(run, input, 2 if budget is None else _SAMPLE)
-    names = by_commas(controls)
+    inputs = _inputs(run, input, _TRACED if budget is None else _SAMPLE, output)
     options: dict[str, Any] = {"controls": names, "per_example": per_example, "dynamic": axes, "fixed_k": fixed_k}
     options |= {"budget": share, "extra": processor_files_in(directory) if format == "checkpoint" else None}
     file = write(run.model, target, inputs, format, **options)
-    _report(Output(json=json), file, parse_json((target / "export.json").read_text(encoding="utf-8")))
+    _report(output, file, parse_json((target / "export.json").read_text(encoding="utf-8")))
 
 
 def _report(output: Output, file: Path, facts: dict[str, Any]) -> None:
@@ -91,6 +91,7 @@ def _axes(texts: list[str]) -> dict[str, list[int]]:
 
 
 _HEADERS = ("input", "type", "shape")
+_TRACED = 2  # examples that a program is traced with
 _SAMPLE = 32  # examples whose gates say what a budget's fixed k are
 
 
@@ -107,13 +108,22 @@ def _budget(directory: Path, text: str, shape: str | None) -> float | str:
     return asked[0]
 
 
-def _inputs(run: SavedRun, shape: str | None, count: int) -> Inputs:
-    """The example inputs: of the shape given, else the first examples of the data, `count` at most."""
+def _inputs(run: SavedRun, shape: str | None, count: int, output: Output) -> Inputs:
+    """The example inputs: of the shape given, else the first examples of the data, `count` at most.
+
+    Where the recipe's data are not here, two of its examples' shape do, but not for gates to choose on.
+    """
     from acm_compiler.data import count_examples
+    from acm_compiler.errors import AcmError
     from acm_compiler.sources.inputs import fit_to, make_inputs, parse_input
 
-    return (
-        run.inputs(min(count, count_examples(run.data)))
-        if shape is None
-        else fit_to(run.model, make_inputs(run.model, parse_input(shape)))
-    )
+    if shape is not None:
+        return fit_to(run.model, make_inputs(run.model, parse_input(shape)))
+    try:
+        return run.inputs(min(count, count_examples(run.data)))
+    except AcmError as error:
+        example = None if count > _TRACED or run.given.data is not None else run.example()
+        if example is None:
+            raise
+        output.note(f"traced with an example of the recipe's shape, since its data cannot be read: {error.what}")
+        return example

@@ -123,7 +123,10 @@ def _plan(what: Path) -> Plan:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise StorageError(
-            "no plan can be read here", where=str(path), found=error, fix="acmc plan WHAT --out plan.json makes one"
+            "no plan can be read here",
+            where=str(path),
+            found=getattr(error, "strerror", None) or error,
+            fix="acmc plan WHAT --out plan.json makes one",
         ) from error
 
 

@@ -1,6 +1,6 @@
 """`acmc plan WHAT`: find sites and print the cost report, without weights and without data.
 
-WHAT is a recipe or a model reference.
+WHAT is a recipe or a model reference; of a saved model, the plan it has.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ def plan(
     overrides: SetOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Print the cost report of a recipe or a model."""
+    """Print the cost report of a recipe, a model or a saved model."""
     from acm_compiler.files import write_file
     from acm_compiler.runs.given import parse_budgets
 
-    output = Output(json=json)
-    target = _target(device)
+    output, target = Output(json=json), _target(device)
     named = parse_budgets(",".join(budget), "--budget") if budget else []
     settings = {"auto_class": auto_class} if auto_class else {}
     source = read_what(what, overrides or [], **settings, **({"trust_remote_code": True} if trust_remote_code else {}))
     chosen = {"sites": sites, "include": include, "exclude": exclude, "learners": learners}
     built, made, advice, budgets = _make(source, what, example, {k: v for k, v in chosen.items() if v is not None})
+    if built is None:
+        output.note(f"{what} holds a converted model, whose plan this is; --sites plans the original model anew")
     if out is not None:
         write_file(out, made.to_json() + "\n")
     table, times = _times(made, target or getattr(source, "target", None))
@@ -79,15 +80,15 @@ def plan(
     _conclude(made, [*budgets, *((None, value) for value in named)], facts, output)
 
 
-def _cost_table(built: BuiltModel, made: Plan, named: Sequence[float | str], *, per_site: bool) -> str:
-    """The cost report at these budgets, or at the usual ones."""
+def _cost_table(built: BuiltModel | None, made: Plan, named: Sequence[float | str], *, per_site: bool) -> str:
+    """The cost report at these budgets, or at the usual ones; torch's own count needs the model."""
     from acm_compiler.passes.survey import torch_macs
     from acm_compiler.planning.cost_table import BUDGETS, cost_table
     from acm_compiler.runs.pipeline import example_of
     from acm_compiler.runtime.budgets import parse_budget
 
     shown = [parse_budget(value, made) for value in named] if made.sites else []
-    counted = torch_macs(built.model, example_of(built))
+    counted = None if built is None else torch_macs(built.model, example_of(built))
     return cost_table(made.cost, budgets=shown or BUDGETS, per_site=per_site, torch_macs=counted)
 
 
@@ -129,8 +130,12 @@ def _conclude(made: Plan, budgets: list[tuple[str | None, float | str]], facts: 
 
 def _make(
     named: Recipe | ModelConfig, what: str, example: str | None, chosen: dict[str, Any]
-) -> tuple[BuiltModel, Plan, list[Advice], list[tuple[str | None, float | str]]]:
-    """The model without weights, its plan by the options `chosen`, advice, and the budgets that a recipe asks for."""
+) -> tuple[BuiltModel | None, Plan, list[Advice], list[tuple[str | None, float | str]]]:
+    """The model without weights, its plan by the options `chosen`, advice, and the budgets that a recipe asks for.
+
+    Of a saved model, without options, the plan that it has; no model is built for it.
+    """
+    from acm_compiler.checkpoint import saved_conversion
     from acm_compiler.errors import UsageError
     from acm_compiler.recipe import Recipe
     from acm_compiler.runs.pipeline import plan_model, plan_recipe, rules_of
@@ -142,6 +147,8 @@ def _make(
             options = ", ".join(f"--{option}" for option in chosen)
             raise UsageError(f"{options} is for models", where=what, fix="use --set sites[0].learners=8")
         return *plan_recipe(named, example=spec), named.named_budgets()
+    if named.source == "directory" and not chosen and spec is None:
+        return None, saved_conversion(named.name).plan, [], []
     listed = {key: _listed(value) for key, value in chosen.items() if key != "learners"}
     rules = rules_of(**{"sites": ("mlp", "attn"), **chosen, **listed})
     return *plan_model(named, rules, example=spec), []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
 
 from acm_compiler.cli.eval import keep, measure
 from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DirArgument, JsonOption, TaskOption
@@ -23,6 +25,7 @@ _LOOKED_AT = 64  # examples among which those for load maps are chosen
 
 def report(
     directory: DirArgument,
+    out: Annotated[Path | None, typer.Option(metavar="PATH", help="A folder for the page; unset: DIR/report.")] = None,
     task: TaskOption = None,
     data: DataOption = None,
     base_model: BaseOption = None,
@@ -40,6 +43,7 @@ def report(
     from acm_compiler.runs.recipe_run import open_saved_run
 
     require_matplotlib()
+    target = directory / "report" if out is None else out
     output = Output(json=json)
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
     found = _evaluation(run, output)
@@ -48,7 +52,7 @@ def report(
         output.note(f"no load maps: {loads.missing}")
     here = save_id(directory)  # a comparison without ACMs is of no save
     page = write_report(
-        directory / "report",
+        target,
         Report(
             title=run.name,
             description=run.recipe.description if run.recipe else "",
@@ -70,14 +74,14 @@ def _evaluation(run: SavedRun, output: Output) -> Evaluation:
     """The evaluation that the folder holds of its model, which is measured first where there is none."""
     from acm_compiler.evaluation.results import load_evaluation
 
-    found = load_evaluation(run.directory)
+    found = load_evaluation(run.directory, run.evaluation_file)
     if found is not None and not run.has_measured(found):
         output.note("this folder's evaluation is of another model, or on other data")
         found = None
     if found is None:
         output.note("this folder holds no evaluation of its model yet, so that comes first (acmc eval)")
         found = measure(run, output)
-        keep(run.directory, found, output)
+        keep(run, found, output)
     return found
 
 

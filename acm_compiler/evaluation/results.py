@@ -211,18 +211,18 @@ def _read_kept(kind: Any, text: str, *, what: str, again: str, where: str | None
     return checked_json(kind, text, what=f"{what} with a wrong entry", where=where, fix=again)
 
 
-def save_evaluation(directory: Path, evaluation: Evaluation) -> Path:
-    """Write `eval.json` into the directory, whole or not at all; returns its path. StorageError."""
-    path = directory / FILE
+def save_evaluation(directory: Path, evaluation: Evaluation, name: str = FILE) -> Path:
+    """Write the file `name` into the directory, whole or not at all; returns its path. StorageError."""
+    path = directory / name
     with storing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     write_file(path, evaluation.to_json())
     return path
 
 
-def load_evaluation(directory: Path) -> Evaluation | None:
-    """The directory's `eval.json`, None when there is none; StorageError when it cannot be read."""
-    return load_kept(Evaluation, directory / FILE, what=_WHAT, again=_AGAIN)
+def load_evaluation(directory: Path, name: str = FILE) -> Evaluation | None:
+    """The evaluation in the directory's file `name`, None when there is none; StorageError when it cannot be read."""
+    return load_kept(Evaluation, directory / name, what=_WHAT, again=_AGAIN)
 
 
 _SAME_DENSE = 1e-3  # other batch sizes round otherwise, and a prediction in a thousand may tip over

@@ -7,6 +7,7 @@ both sides spend alike. Shapes: E examples, M quantities, G groups, R draws.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,8 +49,16 @@ def resampled_means(
 
 
 def interval(mean: float, resampled_R: Tensor) -> Interval:
-    """The 95 % percentile interval around an estimate."""
-    low, high = torch.quantile(resampled_R, torch.tensor([0.025, 0.975], dtype=resampled_R.dtype))
+    """The 95 % percentile interval around an estimate; one without bounds where no draw gives a number.
+
+    Draws that are no number, as the difference of two perplexities that are both infinite, do not count.
+    """
+    known_R = resampled_R[~resampled_R.isnan()]
+    if not len(known_R):
+        return Interval(mean=mean, low=-math.inf, high=math.inf)
+    # there is nothing between two infinities to interpolate
+    how = "linear" if known_R.isfinite().all() else "nearest"
+    low, high = torch.quantile(known_R, torch.tensor([0.025, 0.975], dtype=known_R.dtype), interpolation=how)
     return Interval(mean=mean, low=float(low), high=float(high))
 
 
@@ -66,8 +75,9 @@ class Sample:
         return self.task.value(score_E, self.units_E)
 
     def error(self, score_E: Tensor) -> float:
-        """The metric's standard error; 0 for a single source."""
-        return float(self._drawn(score_E[:, None], DRAWS)[:, 0].std(correction=0))
+        """The metric's standard error; 0 for a single source, infinite where the metric is in one of the draws."""
+        drawn_R = self._drawn(score_E[:, None], DRAWS)[:, 0]
+        return float(drawn_R.std(correction=0)) if drawn_R.isfinite().all() else math.inf
 
     def difference(self, a_E: Tensor, b_E: Tensor, *, draws: int = DRAWS) -> Interval:
         """The metric of a minus that of b over the same examples, with its 95 % interval."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,17 +30,22 @@ def score(value: float | None, metric: MetricResult) -> str:
 
 
 def difference(found: Interval | None, metric: MetricResult) -> str:
-    """A difference of metrics and half of its 95 % interval, in points for shares: −0.8 ± 0.5."""
-    if found is None:
+    """A difference of metrics and half of its 95 % interval, in points for shares: −0.8 ± 0.5.
+
+    The difference alone where it is infinite, as those of perplexities may be; a dash where there is none.
+    """
+    if found is None or math.isnan(found.mean):
         return "-"
     half = (found.high - found.low) / 2
-    return f"{signed(found.mean, metric)} ± {100 * half:.1f}" if metric.is_share else f"{found.mean:+.3g} ± {half:.2g}"
+    if not math.isfinite(half):
+        return signed(found.mean, metric)
+    return f"{signed(found.mean, metric)} ± {f'{100 * half:.1f}' if metric.is_share else f'{half:.2g}'}"
 
 
 def signed(value: float, metric: MetricResult) -> str:
     """A difference with its sign, in points for shares: −0.8."""
     text = f"{100 * value:+.1f}" if metric.is_share else f"{value:+.3g}"
-    return text.replace("-", "−")
+    return f"−{text[1:]}" if text.startswith("-") else text
 
 
 def likeness(value: float | None) -> str:

@@ -60,9 +60,9 @@ class Controlled(nn.Module):
 
     def _settings(self, given: Mapping[Control, Tensor]) -> tuple[Tensor, Tensor]:
         """The gates' knob and lowest k, [B], or [1] for all examples."""
-        budget = given["budget"].reshape(-1)
+        budget = given["budget"]
         fits = (budget >= self.low - PRINTED) & (budget <= 1 + PRINTED)
-        budget = self.require(budget, fits, _wanted("budget", self.low, 1))
+        budget = self.require(budget, fits, _wanted("budget", self.low, 1)).reshape(-1)
         exact = _decimal(budget).clamp(self.low, 1)
         knob, k_lo, _ = interpolate(Rows(self.share, self.knob, self.k_lo, self.jumps), exact)
         runs_all = exact >= 1 - TOLERANCE

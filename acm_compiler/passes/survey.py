@@ -24,6 +24,8 @@ from acm_compiler.passes.find.count_macs import grouped_macs, not_counted
 from acm_compiler.passes.find.dataflow import Dataflow, build_dataflow
 from acm_compiler.passes.find.find_sites import Match, match_sites
 from acm_compiler.passes.rewrite.conversion import refuse_no_module
+from acm_compiler.passes.rewrite.dense_region import named_tensors
+from acm_compiler.passes.rewrite.site_functions import functions_of
 from acm_compiler.planning.decisions import ModelFacts
 from acm_compiler.planning.plan import class_of, fingerprint
 from acm_compiler.site import Layout, Site, Skip
@@ -74,8 +76,12 @@ def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, An
         flow = build_dataflow(graph)
         matches, skipped = match_sites(seen, flow)
         layouts = find_layouts(seen, example_inputs, graph) if matches else {}
+        functions = [functions_of(seen, match.site, named_tensors(seen)) for match in matches]
     _LOG.info("%d sites, %d look-alikes, seen by the %s", len(matches), len(skipped), graph.method)
-    found = tuple(changed(match.site, layout=_layout(match, layouts)) for match in matches)
+    found = tuple(
+        changed(match.site, layout=_layout(match, layouts), functions=own)
+        for match, own in zip(matches, functions, strict=True)
+    )
     dump("10_sites.txt", lambda: "\n".join(map(str, (*found, *skipped))))
     facts = _facts(model, example_inputs, flow, source)
     return Findings(sites=found, skipped=tuple(skipped), flow=flow, model=facts, zeroed=tuple(zeroed_encoders(model)))

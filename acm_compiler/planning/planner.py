@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from acm_compiler.errors import SelectionError, UsageError, a_few_of, nearest
 from acm_compiler.planning.cost import dense_macs_per_token, size_limits
@@ -19,18 +20,40 @@ NOT_SELECTED = "not selected"
 """Reason why a site without a rule stays dense."""
 
 
-def choose_rules(found: Sequence[Site], rules: Sequence[SiteRule]) -> dict[str, SiteRule]:
+def choose_rules(
+    found: Sequence[Site], rules: Sequence[SiteRule], *, place: Callable[..., str] | None = None
+) -> dict[str, SiteRule]:
     """Choose the rule of each site, by name: the last that matches. Sites without a rule stay dense.
 
-    SelectionError, with the nearest names, when a pattern matches no site; UsageError for a rule's key that is for
-    none of its sites.
+    place: of the rules' values in a recipe, by index and keys of a rule. SelectionError, with the nearest names, when a
+    pattern matches no site; UsageError for a rule's key that is for none of its sites.
     """
     chosen: dict[str, SiteRule] = {}
-    for rule in rules:
-        selected = _selected(found, rule)
-        _refuse_idle(rule, [site for site in found if site.name in selected])
+    for i, rule in enumerate(rules):
+        selected = _selected(found, rule, place and partial(place, i))
+        where = place(i, "match") if place else f"sites, match {', '.join(rule.match)}"
+        _refuse_idle(rule, [site for site in found if site.name in selected], where)
         chosen.update(dict.fromkeys(selected, rule))
     return chosen
+
+
+def too_narrow(found: Sequence[Site], chosen: Mapping[str, SiteRule]) -> dict[str, str]:
+    """Projections that stay dense because even learners of width 1 cost more together, by name, each with the reason.
+
+    Those whose rule says a width, or that can be slices, which cost what the projection does, are not among them.
+    """
+    reasons = {}
+    for site in found:
+        rule = chosen.get(site.name)
+        if rule is None or site.kind != "linear" or site.pair is not None:
+            continue
+        dense, learners = site.d_in * site.d_out, rule.learners * (site.d_in + site.d_out)
+        if rule.width == "auto" and rule.form != "slices" and learners > dense:
+            reasons[site.name] = (
+                f"too narrow: {rule.learners} learners of width 1 take {learners:,} MACs for a token, and it takes "
+                f"{dense:,}; fewer learners, or a width in its rule, make it an ACM all the same"
+            )
+    return reasons
 
 
 def plan_sites(found: Sequence[Site], chosen: Mapping[str, SiteRule], gate: GateConfig) -> tuple[PlannedSite, ...]:
@@ -59,33 +82,45 @@ def notes_on(planned: Sequence[PlannedSite], chosen: Mapping[str, SiteRule], zer
     return tuple(notes)
 
 
-def _selected(found: Sequence[Site], rule: SiteRule) -> list[str]:
+def _selected(found: Sequence[Site], rule: SiteRule, place: Callable[..., str] | None) -> list[str]:
     """The names of the sites that `rule` speaks of, in the model's order."""
-    wanted = {name for match in rule.match for name in select(found, match)}
+
+    def named(key: str) -> set[str]:
+        patterns = enumerate(getattr(rule, key))
+        return {name for j, match in patterns for name in select(found, match, where=place and place(key, j))}
+
+    if not rule.match:
+        raise UsageError(
+            "a rule must name the sites that it is for",
+            where=place and place("match"),
+            found="match without a name",
+            expected="mlp, attn, attn.q, a name or a pattern",
+        )
+    wanted = named("match")
     if rule.include:
-        wanted &= {name for match in rule.include for name in select(found, match)}
-    wanted -= {name for match in rule.exclude for name in select(found, match)}
+        wanted &= named("include")
+    wanted -= named("exclude")
     return [site.name for site in found if site.name in wanted]
 
 
-def _refuse_idle(rule: SiteRule, selected: Sequence[Site]) -> None:
+def _refuse_idle(rule: SiteRule, selected: Sequence[Site], where: str) -> None:
     """UsageError for a form where no site is a projection, and for a second layer where all are."""
     kinds = {"projections" if site.kind == "linear" else "MLPs" for site in selected}
     for key, kind in (("form", "projections"), ("second_layer", "MLPs")):
         if getattr(rule, key) != "auto" and kinds and kind not in kinds:
             raise UsageError(
                 f"{key} is for {kind}, and this rule's sites are none",
-                where=f"sites, match {', '.join(rule.match)}",
+                where=where,
                 found=_kinds(selected),
                 fix=f"leave {key} out of this rule, or write it where {kind} match",
             )
 
 
-def select(found: Sequence[Site], match: str) -> list[str]:
+def select(found: Sequence[Site], match: str, *, where: str | None = None) -> list[str]:
     """The names of the sites that `match` means.
 
     "mlp", "attn", "attn.q" (a role), a site's name, a glob over names, "re:..." or a subtree's name.
-    SelectionError when a pattern matches nothing in a model that has sites.
+    SelectionError, with the pattern's place `where`, when it matches nothing in a model that has sites.
     """
     names = [site.name for site in found if _matches(site, match)]
     if not names and found and match not in _CLASSES:
@@ -95,6 +130,7 @@ def select(found: Sequence[Site], match: str) -> list[str]:
         alike = nearest(match, [*_CLASSES, *roles, *known, *parts], least=0.0)
         raise SelectionError(
             f"no site matches {match!r}",
+            where=where,
             found=f"{len(known)} sites: {_kinds(found)}",
             fix=f"nearest: {', '.join(alike)}",
         )

@@ -238,6 +238,9 @@ class Recipe(Section):
         # what an earlier run has saved was carried out
         if self.resolved is None and (self.name in (".", "..") or re.search(r"[/\\\0]", self.name)):
             raise refusal(f"name must be the name of a folder, got {self.name!r}; leave out / and \\", "name")
+        for i, rule in enumerate(self.sites if self.resolved is None else ()):
+            if not rule.match:
+                raise refusal(f"sites[{i}].match must name what to convert, such as mlp, got nothing", "sites")
         return self
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -128,17 +129,30 @@ def subject_of(directory: Path, data: DataConfig | None, task: TaskConfig | None
     return f"{save}:{hashlib.sha256(examples.encode()).hexdigest()[:16]}"
 
 
+def other_file(kind: str, subject: str) -> str:
+    """Name of the file in a run's folder for evaluations with this subject, on data of this kind that are not its own.
+
+    Distinct subjects have distinct names, which `checkpoint.folder` knows as ours.
+    """
+    words = re.sub(r"\W+", "_", kind.removeprefix("python:"))
+    return f"eval-{words}-{subject.rpartition(':')[2][:8]}.json"
+
+
 def drop_measured(directory: Path, say: Say, *, evaluated: bool) -> None:
-    """Remove what was measured on a model that has just been replaced; `evaluated`: eval.json is the new one's."""
-    names = ("bench.json", "report", *COMPARED) if evaluated else (FILE, "bench.json", "report", *COMPARED)
-    stale = [directory / name for name in names if (directory / name).exists()]
+    """Remove what was measured on a model that has just been replaced, and exports of it; `evaluated`: eval.json is the
+    new one's.
+    """
+    names = ("bench.json", "report", *COMPARED, "export", *(path.name for path in directory.glob("eval-*.json")))
+    stale = [directory / name for name in (*(() if evaluated else (FILE,)), *names) if (directory / name).exists()]
     for path in stale:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
     if stale:
-        say(f"removed what was measured on the model that was here: {', '.join(path.name for path in stale)}")
+        names = tuple(path.name for path in stale)
+        made = " or exported from" if "export" in names else ""
+        say(f"removed what was measured on{made} the model that was here: {', '.join(names)}")
 
 
 @contextmanager

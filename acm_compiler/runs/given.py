@@ -92,4 +92,7 @@ def number_or_text(text: str) -> float | str:
 def refuse_missing(directory: Path) -> None:
     """UsageError where there is no such folder."""
     if not directory.is_dir():
-        raise UsageError("no such folder", where=str(directory), fix="name the folder that acmc rewrite wrote")
+        found = "a file" if directory.exists() else None
+        raise UsageError(
+            "no such folder", where=str(directory), found=found, fix="name the folder that acmc rewrite wrote"
+        )

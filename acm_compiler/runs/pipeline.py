@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from acm_compiler.passes.rewrite.rewrite import rewrite, rewrite_beside
 from acm_compiler.passes.survey import Findings, analyze
 from acm_compiler.planning.check_schedule import check_schedule
 from acm_compiler.planning.plan import Plan
-from acm_compiler.planning.planner import NOT_SELECTED, choose_rules, matches_name, notes_on
+from acm_compiler.planning.planner import NOT_SELECTED, choose_rules, matches_name, notes_on, too_narrow
 from acm_compiler.planning.target import Target, plan_sites_for
 from acm_compiler.progress import Say
 from acm_compiler.recipe import expand_paths
@@ -70,16 +71,28 @@ def plan(
     return decide(found, rules, size)
 
 
-def decide(found: Findings, rules: Sequence[SiteRule], gate: GateConfig, *, target: Target | None = None) -> Plan:
-    """findings -> plan, by the rules; what would be slower on a target stays dense."""
-    chosen = choose_rules(found.sites, rules)
+def decide(
+    found: Findings,
+    rules: Sequence[SiteRule],
+    gate: GateConfig,
+    *,
+    target: Target | None = None,
+    place: Callable[..., str] | None = None,
+) -> Plan:
+    """findings -> plan, by the rules, whose `place` a refusal names.
+
+    What would be dearer as an ACM, or slower on a target, stays dense.
+    """
+    chosen = choose_rules(found.sites, rules, place=place)
+    dearer = too_narrow(found.sites, chosen)
+    chosen = {name: rule for name, rule in chosen.items() if name not in dearer}
     planned, slower = plan_sites_for(target, found.sites, chosen, gate, examples=found.model.batch)
     notes = notes_on(planned, chosen, found.zeroed)
     if target is not None and slower:
         notes = (*notes, target.note(list(slower)))
-    kept = {site.name for site in planned}
+    kept, reasons = {site.name for site in planned}, dearer | slower
     left = [
-        Skip(name=s.name, reason=slower.get(s.name, NOT_SELECTED), macs=0, source=s.source)
+        Skip(name=s.name, reason=reasons.get(s.name, NOT_SELECTED), macs=0, source=s.source)
         for s in found.sites
         if s.name not in kept
     ]
@@ -99,14 +112,18 @@ def plan_model(
 ) -> tuple[BuiltModel, Plan, list[Advice]]:
     """The model that a reference names, without weights, its plan, and what converting more would buy."""
     built = build(model, device="meta", example=example)
-    return built, *_decide_and_advise(built, rules, GateConfig(), None)
+    found = _survey(built)
+    made = decide(found, rules, GateConfig())
+    return built, made, advise(found, made, rules, GateConfig())
 
 
 def plan_recipe(recipe: Recipe, *, example: InputSpec | None = None) -> tuple[BuiltModel, Plan, list[Advice]]:
     """The model of a recipe, without weights, the plan that its rules make, and advice; needs no data."""
     recipe = expand_paths(recipe.model_copy(update={"data": None}))
     built = build(recipe.model, device="meta", example=example or recipe.input)
-    return built, *_decide_and_advise(built, recipe.sites, recipe.gate, target_of(recipe))
+    found = _survey(built)
+    made = _decide_by(recipe, found)
+    return built, made, advise(found, made, recipe.sites, recipe.gate)
 
 
 def target_of(recipe: Recipe) -> Target | None:
@@ -114,12 +131,9 @@ def target_of(recipe: Recipe) -> Target | None:
     return None if recipe.target is None else Target.of(recipe.target, recipe.budgets.train)
 
 
-def _decide_and_advise(
-    built: BuiltModel, rules: Sequence[SiteRule], gate: GateConfig, target: Target | None
-) -> tuple[Plan, list[Advice]]:
-    found = _survey(built)
-    made = decide(found, rules, gate, target=target)
-    return made, advise(found, made, rules, gate)
+def _decide_by(recipe: Recipe, found: Findings) -> Plan:
+    place = partial(recipe.place, "sites")
+    return decide(found, recipe.sites, recipe.gate, target=target_of(recipe), place=place)
 
 
 def _survey(built: BuiltModel) -> Findings:
@@ -134,7 +148,7 @@ def convert(recipe: Recipe, say: Say) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(recipe.run.seed)
     built = build(recipe.model, device="cpu", example=recipe.input)
     found = _survey(built)
-    made = decide(found, recipe.sites, recipe.gate, target=target_of(recipe))
+    made = _decide_by(recipe, found)
     say(str(made))
     for name in check_recipe(recipe, built.model, made):
         built.model.get_parameter(name).requires_grad_(False)

@@ -12,22 +12,22 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from acm_compiler.checkpoint import load
+from acm_compiler.checkpoint import load, saved_conversion
 from acm_compiler.data import Batch, BatchStream, count_examples, left_out, open_dataset
 from acm_compiler.data.batch import size_of
 from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, reachable
-from acm_compiler.evaluation.results import Evaluation
+from acm_compiler.evaluation.results import FILE, Evaluation, load_evaluation
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe import Recipe, expand_paths, load_recipe
 from acm_compiler.recipe.datasets import DataConfig
 from acm_compiler.recipe.schema import BudgetsConfig, RunConfig
 from acm_compiler.recipe.tasks import TaskConfig
-from acm_compiler.runs.folder import subject_of
+from acm_compiler.runs.folder import other_file, subject_of
 from acm_compiler.runs.given import Given, refuse_missing
 from acm_compiler.sources.build import build
-from acm_compiler.sources.inputs import Inputs, fit_to
+from acm_compiler.sources.inputs import Inputs, fit_to, make_inputs, parse_input
 from acm_compiler.tasks import Task, open_task
 from acm_compiler.training.machine import find_device
 
@@ -167,6 +167,21 @@ class SavedRun:
         known = self.given.over(self.recipe)
         return subject_of(self.directory, known.data, known.task)
 
+    @cached_property
+    def evaluation_file(self) -> str:
+        """Name of the file in its folder for evaluations on its data: `eval.json`, but for data or a task named in
+        place of the recipe's, or of those that the folder was first measured on, which have a file of their own.
+        """
+        known, data = Given().over(self.recipe), self.given.over(self.recipe).data
+        own = subject_of(self.directory, known.data, known.task)
+        if known.data is None or known.task is None:
+            before = load_evaluation(self.directory)
+            own = before.subject if before is not None else None
+        ours = self.subject
+        if data is None or not (own and ours) or own == ours or not own.startswith(ours.partition(":")[0]):
+            return FILE
+        return other_file(data.kind, ours)
+
     def has_measured(self, found: Evaluation) -> bool:
         """True where an evaluation may be of this saved model, on this run's data where they are known."""
         ours, theirs = self.subject, found.subject
@@ -187,6 +202,15 @@ class SavedRun:
     def task(self) -> Task:
         """The task on its data. UsageError when neither recipe nor command line names one."""
         return self.opened.open_task(self.opened.held_out, self.model)
+
+    def example(self) -> Inputs | None:
+        """One example of the shape that the recipe's `input` says, or the one tensor of the plan; None without."""
+        if self.recipe is None:
+            return None
+        planned = conversion(self.model).plan.model.inputs
+        if (spec := self.recipe.input) is None and (not planned or "," in planned):
+            return None
+        return fit_to(self.model, make_inputs(self.model, spec or parse_input(planned.replace(" ", ""))))
 
     def inputs(self, count: int) -> Inputs:
         """The model's inputs for the first `count` evaluation examples, in the model's precision and on its device.
@@ -228,8 +252,12 @@ def open_saved_run(
 
 
 def saved_recipe(directory: Path) -> Recipe | None:
-    """The recipe of the model saved in `directory`, None where it was saved without. UsageError without a folder."""
+    """The recipe of the model saved in `directory`, None where it was saved without.
+
+    UsageError without a folder, StorageError for one that holds no saved model.
+    """
     refuse_missing(directory)
+    saved_conversion(directory)
     file = directory / "recipe.yaml"
     return load_recipe(file) if file.is_file() else None
 

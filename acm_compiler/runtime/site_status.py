@@ -33,7 +33,8 @@ class Status:
     `budget_range`: the budgets in reach, None where none were measured; `model_range`: what the whole model runs at
     them, as shares of the dense model's MACs. `cap`: what bounds every token's k beside the budget, as a share of N.
     `held`: at how many sites a fixed k overrules the gates. `quantized`: int8 or int4 after `acm.quantize`; `rest`: how
-    many linears outside of ACMs are, too. `sparsity`: the share of what is chosen that is skipped, in which calls.
+    many linears outside of ACMs are, too, `floats`: at how many sites learners cannot be. `sparsity`: the share of what
+    is chosen that is skipped, in which calls.
     """
 
     sites: tuple[SiteStatus, ...]
@@ -44,6 +45,7 @@ class Status:
     held: int = 0
     quantized: str | None = None
     rest: int = 0
+    floats: int = 0
     sparsity: tuple[float, str] | None = None
 
     def __str__(self) -> str:
@@ -63,7 +65,8 @@ class Status:
     def weights(self) -> str:
         """The type of the learners' weights, and of others that share it, in one line."""
         others = f", and {self.rest} linears outside of ACMs" if self.rest else ""
-        return f"learners: {self.quantized or 'floats'}{others}"
+        but = f", but floats at {self.floats} of {len(self.sites)} sites" if self.floats else ""
+        return f"learners: {self.quantized or 'floats'}{but}{others}"
 
     @property
     def choice(self) -> str:
@@ -127,6 +130,7 @@ def status(model: nn.Module) -> Status:
         cap=owner.cap,
         quantized=owner.quantized,
         rest=len(owner.rest),
+        floats=sum(owner.quantized is not None and acm.learners.quantized is None for acm in found.acms.values()),
         sparsity=owner.sparsity,
         held=sum(is_held(acm, owner) for acm in found.acms.values()),
     )

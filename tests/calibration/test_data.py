@@ -654,6 +654,21 @@ def test_logits_matter_up_to_what_all_classes_share():
     torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("never", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("shape", [(2, 5), (2, 3, 5)])
+@pytest.mark.parametrize("named", [True, False])
+def test_what_a_model_never_predicts_counts_for_nothing(never, shape, named):
+    z = torch.randn(shape).requires_grad_()
+    masked_z = z.masked_fill(torch.arange(5) == 2, never)
+    (judged,) = answers(Output(logits=masked_z) if named else masked_z, default_answer)
+    assert judged.isfinite().all() and (judged[..., 2] == 0).all()
+    (grad,) = torch.autograd.grad(judged.square().sum(), z)
+    assert grad.isfinite().all() and (grad[..., 2] == 0).all()
+    if named and len(shape) == 2:
+        others = z[..., [0, 1, 3, 4]]
+        torch.testing.assert_close(judged[..., [0, 1, 3, 4]], others - others.mean(-1, keepdim=True))
+
+
 def test_logits_of_tokens_matter_as_far_as_they_are_likely():
     z = torch.randn(2, 3, 5, dtype=torch.float64)
     likely, unlikely = z.clone(), z.clone()

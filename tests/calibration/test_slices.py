@@ -155,6 +155,28 @@ def test_projections_whose_heads_meet_in_another_order_are_no_pair(what):
     assert {site.role: site.unpaired for site in found if site.pair is None} == dict.fromkeys(roles, reason)
 
 
+class FewHeads(nn.Module):
+    """x + attention of four heads that meet the first two of four heads of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (4, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def test_projections_with_heads_that_are_not_read_are_no_pair():
+    model, x = FewHeads().eval(), torch.randn(2, 3, 16)
+    reason = "the attention does not read all of its heads, or of its partner's"
+    assert {site.role: site.unpaired for site in plan_of(model, x).sites} == dict.fromkeys("qkvo", reason)
+    converted = calibrated(model, x)
+    with torch.no_grad():
+        assert relative(converted(x), model(x)) < 0.5
+
+
 def test_a_layer_that_runs_often_has_no_pairs():
     found = plan_of(Stack(*[Projected(test_roles.sdpa)] * 3).eval(), example()).sites
     assert {site.unpaired for site in found} == {"it runs 3 times in one call of the model"} and len(found) == 4

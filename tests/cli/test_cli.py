@@ -82,6 +82,19 @@ def test_a_folder_that_is_not_there_is_a_usage_error(verb, tmp_path):
     assert result.exit_code == 2 and "nope: no such" in result.stderr
 
 
+SAVED = ["explain", "eval", "bench", "kernels", "report", "export", "serve"]
+
+
+@pytest.mark.parametrize("verb", SAVED)
+def test_a_folder_without_a_model_and_none_at_all_have_the_same_codes_everywhere(verb, tmp_path):
+    (tmp_path / "file").write_text("acm: 1")
+    empty, file, missing = (run(verb, str(tmp_path / name)) for name in (".", "file", "missing"))
+    assert empty.exit_code == 1 and missing.exit_code == 2, empty.stderr
+    assert "no saved model here" in empty.stderr or "no plan can be read here" in empty.stderr
+    if verb != "kernels":  # which takes the file of a plan
+        assert file.exit_code == 2 and "no such folder (found a file)" in file.stderr
+
+
 def test_an_unknown_option_is_a_usage_error():
     result = run("validate", "digits_vit_paper", "--jsno")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -466,6 +479,17 @@ def test_what_to_plan_is_a_recipe_or_a_model(tmp_path):
         read_what("vit_b16_imagnet")
     with pytest.raises(UsageError, match="--set changes recipes"):
         read_what("torchvision:vit_b_16", ["run.seed=7"])
+
+
+def test_the_plan_of_a_saved_model_is_the_one_it_was_converted_by(tmp_path):
+    _, _, model = rewritten(ALL["torchvision_vit"], sites="mlp", learners=2)
+    acm.save(model, tmp_path / "out")
+    shown = run("plan", str(tmp_path / "out"), "--json")
+    assert shown.exit_code == 0 and "whose plan this is" in shown.stderr
+    facts = json.loads(shown.stdout)
+    assert [site["learners"] for site in facts["sites"]] == [2, 2]
+    assert facts["sites"] == json.loads((tmp_path / "out/plan.json").read_text())["sites"]
+    assert "2 x " in run("plan", str(tmp_path / "out"), "--per-site").stdout
 
 
 def test_the_module_runs_as_the_command_does():

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError, UsageError
+from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.evaluate import evaluate, every_k
 from acm_compiler.evaluation.loads import Grid, grid_of
-from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
+from acm_compiler.evaluation.results import Evaluation, MetricResult, load_evaluation, save_evaluation
 from acm_compiler.evaluation.statistics import Sample, Spent, against_fixed, resampled_means
 from acm_compiler.evaluation.tally import ForegroundTally
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
@@ -292,6 +293,19 @@ def test_a_metric_may_be_a_ratio_of_totals_and_its_power():
     assert found.mean == pytest.approx(2.718281828**2 - 2.718281828)
     assert found.low < found.mean < found.high
     assert sample.error(torch.full((4,), 2.0) * tokens) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_perplexities_too_large_for_a_number_have_no_interval_of_nans():
+    """e^800 is infinite in float64."""
+    sample = sample_of(torch.arange(4), torch.ones(4), Perplexity())
+    huge, usual = torch.full((4,), 800.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert sample.value(huge) == sample.error(huge) == torch.inf and sample.error(usual) < torch.inf
+    metric = MetricResult(name="perplexity", dense=None, lower_is_better=True)
+    found = sample.difference(huge, usual)
+    assert (found.mean, found.low, found.high) == (torch.inf,) * 3 and wording.difference(found, metric) == "+inf"
+    assert wording.difference(sample.difference(huge, huge), metric) == "-"
+    some = sample.difference(torch.tensor([1.0, 2.0, 3.0, 3000.0]), usual)
+    assert some.low < some.high == torch.inf
 
 
 def test_examples_of_one_source_count_as_one_draw():

@@ -218,6 +218,24 @@ def test_texts_of_any_length_and_budgets_of_examples_with_bounds(tmp_path):
             package(**given, budget=budgets, **free | {name: torch.tensor(value)})
 
 
+@pytest.mark.parametrize(
+    ("budget", "reason"),
+    [
+        (torch.full((2,), 0.5), r"budget must have the shape \[\], one number, got \[2\]"),
+        (torch.tensor(0.5, dtype=torch.float64), "budget must be float32, got Double"),
+    ],
+)
+def test_a_budget_of_another_shape_or_type_is_refused_in_words(block, package, budget, reason):
+    with pytest.raises(RuntimeError, match=raised(reason)):
+        package(block[1], budget=budget)
+
+
+def test_one_budget_for_a_package_that_takes_one_per_example_is_refused_in_words():
+    """A package computes the condition as if there were a value for each example."""
+    with pytest.raises(RuntimeError, match=r"budget must have the shape \[3\], one value per example, got \[\]"):
+        aoti.required(torch.tensor(0.5), torch.tensor([True, True, False]), "budget must be from 0.2 to 1")
+
+
 @torch.no_grad()
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])

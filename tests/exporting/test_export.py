@@ -228,6 +228,18 @@ def test_outputs_that_are_not_the_models_are_refused():
             check_answers(found, wanted, where="pt2")
 
 
+@pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, -1e9, -1e4, float("-inf")])
+def test_masked_outputs_are_no_measure_of_the_others(masked):
+    expected = torch.tensor([[1.0, masked, -2.0], [masked, 0.5, masked]])
+    wrong = expected.where(expected == masked, expected * 1.1)
+    assert check_answers(expected, expected, where="pt2") == 0
+    near = check_answers(expected.where(expected != -2, -2.00001), expected, where="pt2")
+    assert near == pytest.approx(5e-6, rel=0.1)
+    for found in (wrong, expected.where(expected != masked, 1.0)):
+        with pytest.raises(VerificationFailed):
+            check_answers(found, expected, where="pt2")
+
+
 def test_an_input_of_the_models_own_is_no_control():
     with pytest.raises(UsageError, match="the model has an input of that name itself"):
         check_controls("cap", inputs=["x", "cap"])
@@ -287,6 +299,21 @@ def test_a_table_with_jumps(tmp_path):
         for budget in (0.2, 0.4, 0.5975, 0.599, 0.6, 0.8):
             acm.set_budget(model, budget)
             assert_close(program(x, budget=torch.tensor(budget)), model(x))
+
+
+def test_the_verb_needs_no_data_where_the_recipe_says_the_shape(tmp_path):
+    """The folder of images of the recipe is not there."""
+    _, _, model = rewritten(PUBLISHED["hf_vit"])
+    give_budgets(model)
+    lost = f"{{kind: imagefolder, root: {tmp_path / 'lost'}}}"
+    recipe = f"acm: 1\nname: lost\nmodel: {{source: hf, name: {tmp_path / 'gone'}}}\ninput: {{image: [3, 16, 16]}}\n"
+    recipe += f"task: {{kind: classify}}\ndata: {{train: {lost}, eval: {lost}}}\n"
+    acm.save(model, tmp_path / "saved", extra={"recipe.yaml": recipe})
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "saved")])
+    assert done.exit_code == 0 and "example of the recipe's shape" in done.stderr, done.output
+    for words in (["--format", "onnx", "--budget", "0.5"], ["--data", lost]):
+        done = CliRunner().invoke(app, ["export", str(tmp_path / "saved"), *words])
+        assert done.exit_code == 1 and "lost" in done.stderr, done.output
 
 
 def test_the_verb(tmp_path):

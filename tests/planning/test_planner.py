@@ -7,11 +7,13 @@ import torch
 
 import acm_compiler as acm
 from acm_compiler.errors import SelectionError, UsageError
-from acm_compiler.planning.planner import choose_rules, matched_width, matches_name, plan_sites, select
+from acm_compiler.planning.planner import choose_rules, matched_width, matches_name, plan_sites, select, too_narrow
 from acm_compiler.recipe.schema import GateConfig, SiteRule
-from acm_compiler.site import Graft, LinearRef, Site
+from acm_compiler.site import Graft, LinearRef, Pair, Site
 from tests.helpers import tour_model
+from tests.helpers.models import Stack, example
 from tests.helpers.training_tiny import Tiny
+from tests.passes.find.test_attention_roles import Projected, by_einsum
 
 REF = LinearRef(weight="w")
 MLP = Site(
@@ -45,6 +47,30 @@ BOTH = [SiteRule(match="mlp"), SiteRule(match="attn")]
 
 def planned_by(found, rules, gate):
     return plan_sites(found, choose_rules(found, rules), gate)
+
+
+def test_a_rule_that_names_no_site_is_refused():
+    with pytest.raises(UsageError, match="a rule must name the sites"):
+        choose_rules(FOUND, [SiteRule(match=())])
+
+
+def test_a_projection_that_costs_less_than_any_learners_stays_dense():
+    """200 -> 1 is one product of 200 MACs; four learners of width 1 are 804, and their gate is more."""
+    narrow = dataclasses.replace(Q, d_in=200, d_out=1)
+    (reason,) = too_narrow([narrow, O_PROJ, MLP], choose_rules([narrow, O_PROJ, MLP], BOTH)).values()
+    assert reason.startswith("too narrow: 4 learners of width 1 take 804 MACs for a token, and it takes 200")
+    for rule in (SiteRule(match="attn", width=1), SiteRule(match="attn", form="slices"), SiteRule(match="mlp")):
+        assert not too_narrow([narrow, MLP], choose_rules([narrow, MLP], [rule]))
+    paired = dataclasses.replace(narrow, pair=Pair(partner="k", heads=1))
+    assert not too_narrow([paired], choose_rules([paired], [SiteRule(match="attn")]))
+
+
+def test_what_stays_dense_for_its_cost_is_a_skip_of_the_plan():
+    model, x = Stack(Projected(by_einsum)), example()
+    assert len(acm.plan(model, x, sites="attn").sites) == 4
+    plan = acm.plan(model, x, sites="attn", learners=16)
+    assert not plan.sites
+    assert sum(skip.reason.startswith("too narrow: 16 learners") for skip in plan.skipped) == 4
 
 
 def test_vit_b_sizes_match_the_paper():

@@ -200,6 +200,7 @@ def test_a_newer_format_is_refused_as_such(recipe_file):
             "schedule: [{phase: finetune, steps: 1, budget_range: [0.8, 0.4]}]",
             "r.yaml:4:40: schedule[0]: budget_range must rise: [low, high]",
         ),
+        ("sites: [{match: mlp}, {match: []}]", "r.yaml:4:1: sites[1].match must name what to convert, such as mlp"),
         ("sites: []", "r.yaml:4:8: wrong value for sites (found a list of 0, expected at least 1)"),
         ("budgets: {train: 0}", "r.yaml:4:18: wrong value for budgets.train (found 0, expected above 0)"),
         ("budgets: {train: true}", "r.yaml:4:18: wrong value for budgets.train (found true, expected a number)"),

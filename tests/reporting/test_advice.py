@@ -74,6 +74,24 @@ def test_a_pattern_that_matches_nothing_is_refused_wherever_it_stands(option):
     assert result.exit_code == 2 and "no site matches 'blocks.7'" in result.stderr and "nearest: " in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("rule", "place", "what"),
+    [
+        ("{match: blocks.7}", "4:17", "no site matches 'blocks.7'"),
+        ("{match: [mlp, blocks.7]}", "4:23", "no site matches 'blocks.7'"),
+        ("{match: mlp, exclude: blocks.7}", "4:31", "no site matches 'blocks.7'"),
+        ("{match: blocks.0.mlp, form: svd}", "4:17", "form is for projections"),
+    ],
+)
+def test_a_recipes_pattern_that_matches_nothing_is_refused_at_its_place(tmp_path, rule, place, what):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"acm: 1\nname: small\nmodel: {{source: python, name: 'tests.reporting.test_advice:block'}}\nsites: [{rule}]\n"
+    )
+    result = CliRunner().invoke(app, ["plan", str(recipe)])
+    assert result.exit_code == 2 and f"r.yaml:{place}: {what}" in result.stderr, result.stderr
+
+
 def evaluated(low: float, high: float, *, k: int = 4, lower_is_better: bool = False) -> Evaluation:
     """An evaluation whose difference to dense at `k` has that interval."""
     common = {"reached": 1.0, "pooled": 1.0, "metric": 0.9, "metric_error": 0.01, "model_share": 1.0}

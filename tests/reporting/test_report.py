@@ -198,6 +198,34 @@ def test_a_report_measures_anew_what_is_of_another_model(run):
     assert asked(run) == [0.3, 0.6, 1.0]
 
 
+def test_an_evaluation_on_other_data_leaves_that_of_the_runs_own(run, tmp_path):
+    other = ("--data", "{kind: cluttered_digits, split: eval, count: 12, seed: 5}")
+    own = ("--budgets", "1", "--examples", 6)
+    assert acmc("eval", run, *own).exit_code == 0
+    before = (run / "eval.json").read_bytes()
+    for budget in (".6", "1"):
+        done = acmc("eval", run, *other, "--budgets", budget)
+        assert done.exit_code == 0 and "eval-cluttered_digits-" in done.stderr, done.stderr
+    (kept,) = run.glob("eval-*.json")
+    assert [row.asked for row in load_evaluation(run, kept.name).budgets] == [0.6, 1.0]
+    assert load_evaluation(run, kept.name).n == 12 and (run / "eval.json").read_bytes() == before
+    # the run's own data by name are its own
+    same = ("--data", "{kind: cluttered_digits, split: eval, count: 48, seed: 2}")
+    assert acmc("eval", run, *same, "--budgets", ".6", "--examples", 6).exit_code == 0
+    assert asked(run) == [0.6, 1.0] and len(list(run.glob("eval-*.json"))) == 1
+    save(load(run), run)  # the folder is still ours
+
+
+def test_an_evaluation_goes_where_it_is_asked_to(run, tmp_path):
+    done = acmc("eval", run, "--budgets", "1", "--examples", 4, "--out", tmp_path / "here.json")
+    assert done.exit_code == 0 and load_evaluation(run) is None and load_evaluation(tmp_path, "here.json").n == 4
+    for place in (tmp_path / "no/such.json", tmp_path):
+        done = acmc("eval", run, "--out", place)
+        assert done.exit_code == 2 and "--out" in done.stderr
+    done = acmc("report", run, "--out", tmp_path / "page")
+    assert done.exit_code == 0 and (tmp_path / "page/index.html").is_file() and not (run / "report").exists()
+
+
 def test_rows_that_know_the_dense_model_are_not_replaced_by_such_as_do_not(found):
     dense = found.metric.dense
     blind = dataclasses.replace(found.budgets[0], difference=None)
@@ -448,6 +476,9 @@ def test_numbers_are_written_for_people():
     assert wording.score(None, accuracy) == "-"
     assert wording.macs_of(0.797e6, 1.4e6) == "0.797 MMACs, dense 1.4 MMACs"
     assert wording.difference(Interval(mean=-0.008, low=-0.013, high=-0.003), accuracy) == "−0.8 ± 0.5"
+    small = Interval(mean=-2.5e-5, low=-5e-5, high=0.0)
+    assert wording.difference(small, likelihood) == "−2.5e-05 ± 2.5e-05"
+    assert wording.signed(-2.5e-5, likelihood) == "−2.5e-05"
     assert wording.macs_spread(11.02e9, 9.8e9, 12.1e9) == "11.02 GMACs [9.80, 12.10]"
     assert wording.ratio(0.99948, 0.00032) == "0.9995 ± 0.0003"
     assert wording.count(1, "site") == "1 site" and wording.count(10800, "example") == "10,800 examples"

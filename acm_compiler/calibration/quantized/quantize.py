@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
@@ -27,6 +28,7 @@ from acm_compiler.sources.inputs import Example, Inputs
 
 # tokens that are read of `batches`, unless said
 _TOKENS = 24_000
+_LOG = logging.getLogger(__name__)
 _ONCE = "quantise the model as it was before, with floating-point weights"
 
 
@@ -44,7 +46,8 @@ def quantize(
 ) -> nn.Module:
     """Give the learners of a rewritten model weights of 8 or 4 bits, in place; gives `model`.
 
-    int8: one scale per output channel; int4: two numbers per 32 values. Activations are quantised as they come, by
+    int8: one scale per output channel; int4: two numbers per 32 values, but for learners with rows of odd length, which
+    stay floats; the log and `acm.status` tell. Activations are quantised as they come, by
     token. Gates and biases stay as they are, and so does the budget table: `acm.recalibrate` measures it anew. The
     choice is final: what fits or trains learners comes before.
     batches, for int4: an iterable of what the model takes, no labels, as for `calibrate`; weights are then rounded so
@@ -54,8 +57,8 @@ def quantize(
     weight is tied or computed, and those with hooks. include: heads, routers and tied ones that do, all the same, by
     name, glob, or `re:` and a regular expression; exclude: linears that do not.
     Raises UsageError for another type, batches for int8, a model that is quantised or relaxed, values too many to sum,
-    an odd number of values of 4 bits, a batch that the model does not take, or patterns that are not wanted or match
-    nothing (SelectionError); DataError (no batches; a site that never ran), TrainingFailed (values that are not
+    rows of odd length at every site for int4, a batch that the model does not take, or patterns that are not wanted or
+    match nothing (SelectionError); DataError (no batches; a site that never ran), TrainingFailed (values that are not
     finite), SitesNotFitted, NotRewritten, CompiledModelError. On an error the model is as it was.
     """
     examples = None if batches is None else masked(batches, mask)
@@ -100,12 +103,13 @@ def quantize_on(
     refuse_unfitted(found, "quantize")
     for name, acm in found.acms.items():
         _refuse_site(name, acm, to)
+    able = _able(found, to)
     names = choose_rest(found, include, exclude, to) if rest else []
     made: Mapping[str, Weights] = {}
     if examples is not None:
         with no_autocast(), progress_of("quantize", progress) as work:
             made = _rounded(found, names, examples, tokens, work)
-    for name, acm in found.acms.items():
+    for name, acm in able.items():
         acm.learners.quantize(to, made.get(name))
     replace_linears(found.model, names, to, made)
     found.owner.quantized, found.owner.rest, found.owner.times = to, tuple(names), None
@@ -124,6 +128,8 @@ def _rounded(
         made: dict[str, Weights] = {}
         for name in list(inputs):
             site = found.acms.get(name)
+            if site is not None and not site.learners.can_be("int4"):
+                continue
             weights = one_learner_of(linears[name]) if site is None else site.learners.weights()
             made[name] = rounded_learners(weights, inputs.pop(name))
             work.advance(name)
@@ -131,18 +137,27 @@ def _rounded(
     return made
 
 
+def _able(found: Rewritten, to: To) -> dict[str, ACM]:
+    """The ACMs whose learners can be of this type; the log names others. UsageError where there are none."""
+    able = {name: acm for name, acm in found.acms.items() if acm.learners.can_be(to)}
+    odd = [name for name in found.acms if name not in able]
+    if not able:
+        raise UsageError(
+            "rows of 4-bit weights must be of even length, as two values share a byte",
+            where=odd[0],
+            found="rows of odd length at every site",
+            fix='acm.quantize(model, "int8")',
+        )
+    if odd:
+        where = f"{len(odd)} of {len(found.acms)} sites"
+        _LOG.warning("learners stay floats at %s, whose rows have odd lengths: %s", where, a_few_of(odd))
+    return able
+
+
 def _refuse_site(name: str, acm: ACM, to: To) -> None:
     if acm.temperature is not None:
         raise UsageError("the gates of this model are relaxed", where=name, fix="first acm.relax(model, None)")
     shape = acm.learners.w_in.shape
-    for length in (shape[-1], *([shape[1]] if acm.learners.w_out is not None else [])):
-        if to == "int4" and length % 2:
-            raise UsageError(
-                "rows of 4-bit weights must be of even length, as two values share a byte",
-                where=name,
-                found=length,
-                fix='acm.quantize(model, "int8"), or exclude this site from the plan',
-            )
     deepest = max(acm.d_in, shape[1])
     if deepest > DEEPEST:
         raise UsageError(

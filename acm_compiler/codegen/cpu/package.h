@@ -71,9 +71,15 @@ struct Packaged<kernel> {
   }
 };
 
-// a copy of `value`, or an error that ends in the first number for which a condition does not hold
+// A copy of `value`, or an error that ends in the first number for which a condition does not hold. Packages look at no
+// input's shape or type: a condition of another shape was computed from what is not there.
 inline at::Tensor require(const at::Tensor& value, const at::Tensor& holds, std::string_view message) {
   const at::Tensor each = holds.contiguous();
+  const std::string_view name = message.substr(0, message.find(' '));
+  TORCH_CHECK(value.numel() == each.numel(), name, " must have the shape ", each.sizes(),
+              each.dim() ? ", one value per example" : ", one number", ", got ", value.sizes());
+  TORCH_CHECK(!value.is_floating_point() || value.scalar_type() == at::kFloat, name, " must be float32, got ",
+              value.scalar_type());
   const bool* from = each.const_data_ptr<bool>();
   const int64_t place = std::find(from, from + each.numel(), false) - from;
   TORCH_CHECK(place == each.numel(), message, ", got ", value.reshape({-1})[place].item<double>());

@@ -106,7 +106,7 @@ def _scores_pair(site: Site, q: _End, keys: Mapping[Site, _End | str]) -> dict[s
     if queries is None or values is None:
         why = "the attention does not read it head by head"
         return {site.name: why, other.name: why}
-    return _paired(site, queries, other, _spread(q.value, values, queries))
+    return _paired(site, queries, other, _spread(q.value, values, queries), size=_matrix(q).shape[-1])
 
 
 def _matrix(end: _End) -> Tensor:
@@ -132,9 +132,13 @@ def _spread(attention: Value, few: Tensor, many: Tensor) -> Tensor:
     return few
 
 
-def _paired(one: Site, ones: Tensor, other: Site, others: Tensor) -> dict[str, Pair | str]:
-    """A pair where head g of `one` always meets head g // group of `other`."""
+def _paired(one: Site, ones: Tensor, other: Site, others: Tensor, *, size: int) -> dict[str, Pair | str]:
+    """A pair where head g of `one` always meets head g // group of `other`, and none of either is left over."""
     counts = int(ones.max()) + 1, int(others.max()) + 1
+    # `k[:, :2]` of four heads: a basis for what is not read is as good as none
+    if (counts[0] * size, counts[1] * size) != (one.d_in if one.role == "o" else one.d_out, other.d_out):
+        why = "the attention does not read all of its heads, or of its partner's"
+        return {one.name: why, other.name: why}
     group, rest = divmod(counts[0], counts[1])
     if rest or ones.shape != others.shape or not torch.equal(ones // max(group, 1), others):
         why = "its heads do not meet the partner's in order"
@@ -168,7 +172,7 @@ def _values_pair(flow: Dataflow, site: Site, v: _End, outputs: Mapping[str, Site
         why = "the attention's result is not read head by head"
         return {site.name: why, other.name: why}
     order = torch.arange(blocks.numel())
-    return _paired(other, order, site, blocks.flatten())
+    return _paired(other, order, site, blocks.flatten(), size=size)
 
 
 def with_pairs(sites: Mapping[str, Site], flow: Dataflow) -> dict[str, Site]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from acm_compiler.passes.capture.op_names import COPIES, RESHAPES, argument, op_set
@@ -98,15 +99,20 @@ _TRANSPOSES: dict[str, Callable[[fx.Node, int], tuple[int, ...]]] = {
 }
 
 
-SPLITS = op_set("chunk split split_with_sizes")
+SPLITS = op_set("chunk split split_with_sizes tensor_split")
+_HOW = ("chunks", "split_size", "split_sizes", "sections", "indices", "tensor_indices_or_sections")
 
 
 def part_spans(node: fx.Node, op: str, size: int) -> list[Span] | None:
     """Spans of the parts of a chunk or split of an axis with `size` entries; None if not by number."""
     how: Any = argument(node, 1, "split_size_or_sections")
-    for keyword in ("chunks", "split_size", "split_sizes"):
+    for keyword in _HOW:
         how = node.kwargs.get(keyword, how)
-    if isinstance(how, (list, tuple)) and all(isinstance(h, int) for h in how):
+    if op == "tensor_split" and _are_numbers(how):
+        how = [len(part) for part in torch.empty(size, device="meta").tensor_split(how)]
+        if sum(how) != size:  # places that do not rise: parts overlap
+            return None
+    if isinstance(how, (list, tuple)) and _are_numbers(how):
         stops = [sum(how[: i + 1]) for i in range(len(how))]
     elif isinstance(how, int):
         step = -(-size // how) if op == "chunk" else how
@@ -114,6 +120,10 @@ def part_spans(node: fx.Node, op: str, size: int) -> list[Span] | None:
     else:
         return None
     return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+def _are_numbers(how: Any) -> bool:
+    return all(isinstance(h, int) for h in (how if isinstance(how, (list, tuple)) else [how]))
 
 
 def _parts(node: fx.Node, op: str, source: WeightView) -> Views | None:

@@ -142,8 +142,11 @@ def freeze_dense_regions(model: nn.Module, acms: Iterable[ACM]) -> None:
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+_NO_GRADIENTS = {"no_grad", "inference_mode", "set_grad_enabled"}
+
+
 class LostHookWarning(UserWarning):
-    """A hook, or a forward that was patched, on a module that no longer runs."""
+    """A hook, a patched forward, or a block without gradients, on a module that no longer runs."""
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> None:
@@ -156,11 +159,13 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def warn_of_hooks(module: nn.Module, site: str) -> None:
-    """Warn, by name, of hooks and patched forwards on `module` and inside it that will not run any more."""
+    """Warn, by name, of what `module` and its parts will not do any more: hooks, patched forwards, `torch.no_grad`."""
     for path, part in module.named_modules():
         kinds = [name.strip("_").replace("_", " ") for name in _HOOKS if getattr(part, name)]
         if "forward" in part.__dict__:
             kinds.append("a forward of its own")
+        if _stops_gradients(part):
+            kinds.append("torch.no_grad, which keeps gradients from the input,")
         if kinds:
             where = f"{type(part).__name__} {path}".strip()
             warnings.warn(
@@ -168,6 +173,13 @@ def warn_of_hooks(module: nn.Module, site: str) -> None:
                 LostHookWarning,
                 stacklevel=2,
             )
+
+
+def _stops_gradients(module: nn.Module) -> bool:
+    """True if the forward of the module's class is, or opens, a block without gradients."""
+    code = getattr(type(module).forward, "__code__", None)
+    # what torch.no_grad and its like make of a function that they decorate
+    return code is not None and (code.co_name == "decorate_context" or not _NO_GRADIENTS.isdisjoint(code.co_names))
 
 
 Tensors = Mapping[str, Tensor]

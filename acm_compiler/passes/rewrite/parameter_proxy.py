@@ -217,6 +217,11 @@ def _chunked(view: WeightStandIn, chunks: int, dim: int = 0) -> tuple[WeightStan
     return _split(view, -(-view.shape[dim] // chunks), dim)
 
 
+def _tensor_split(view: WeightStandIn, how: Any = None, dim: int = 0, **named: Any) -> tuple[WeightStandIn, ...]:
+    parts = torch.empty(view.shape[dim], device="meta").tensor_split(next(iter(named.values())) if named else how)
+    return _split(view, [len(part) for part in parts], dim)
+
+
 def _copied(view: WeightStandIn, *_args: Any, **_kwargs: Any) -> WeightStandIn:
     return view
 
@@ -242,6 +247,7 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "split": _split,
     "split_with_sizes": _split,
     "chunk": _chunked,
+    "tensor_split": _tensor_split,
 }
 
 

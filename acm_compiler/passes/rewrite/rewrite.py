@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, UsageError
@@ -28,12 +29,14 @@ from acm_compiler.passes.rewrite.graft_graph import find_in_graph, graft_graph
 from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graft_modules, graft_weights, paths_of
 from acm_compiler.passes.rewrite.offload import file_copy, kept, offloading
 from acm_compiler.passes.rewrite.saving_hooks import carry_budgets, guard_saving
+from acm_compiler.passes.rewrite.site_functions import check_functions
 from acm_compiler.passes.rewrite.stand_ins import StashedACM
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan, check_fits, warn_of_class
 
 _SHOWN = 5
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(slots=True)
@@ -70,8 +73,9 @@ def rewrite(
     offload: a folder, or "disk" for the system's own for temporary files, for models that memory does not hold: what is
     new lies in files there, without names, whose pages come and go; what the model has stays where it is. "cpu" is for
     `calibrate`: here all of it lies where the model does.
-    Raises PlanMismatch for another model, AlreadyRewritten, NothingToConvert for a plan without sites, StorageError for
-    a folder that cannot be written, and UsageError for inference tensors that `inplace` would keep.
+    Raises PlanMismatch for another model, also one of the same sizes with another activation, AlreadyRewritten,
+    NothingToConvert for a plan without sites, StorageError for a folder that cannot be written, and UsageError for
+    inference tensors that `inplace` would keep.
     """
     _check_live(model, plan)
     if inplace:
@@ -132,6 +136,8 @@ def check_convertible(model: nn.Module, plan: Plan, *, resized: bool = False) ->
         modules = dict(seen.named_modules(remove_duplicate=False))
         for site in plan.sites:
             check_named(site.graft.modules, modules, "modules", site, seen)
+        if not resized:
+            check_functions(plan.sites, seen, named_tensors(seen))
 
 
 def copied(model: nn.Module, *, lent: bool = False) -> nn.Module:
@@ -148,11 +154,23 @@ def copied(model: nn.Module, *, lent: bool = False) -> nn.Module:
     try:
         return copy.deepcopy(model, _copies(model, lent=lent))
     except (RuntimeError, TypeError, pickle.PickleError) as error:
+        part = _part_of_graph(model)
         raise UsageError(
             f"this {type(model).__name__} cannot be copied",
+            where=part,
             found=str(error).splitlines()[0],
-            fix="pass inplace=True to change the model itself",
+            fix=f"{f'detach {part}, or ' if part else ''}pass inplace=True to change the model itself",
         ) from error
+
+
+def _part_of_graph(model: nn.Module) -> str | None:
+    """The first attribute that holds a result with gradients, which torch does not copy; None where there is none."""
+    for path, module in model.named_modules():
+        for name, value in (*vars(module).items(), *module._buffers.items()):
+            held = () if name in _REGISTRIES else pytree.tree_leaves(value)
+            if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in held):
+                return f"{path}.{name}".strip(".")
+    return None
 
 
 def _copies(model: nn.Module, *, lent: bool) -> dict[int, Any]:

@@ -200,6 +200,37 @@ def test_rounded_weights_are_saved_and_loaded(rounded, calibrated, tmp_path):
             assert torch.equal(loaded(x), model(x))
 
 
+class OddMlp(torch.nn.Module):
+    """Two MLPs with a bypass, the second of rows that four learners share as three each."""
+
+    def __init__(self):
+        super().__init__()
+        self.even = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        self.odd = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.GELU(), torch.nn.Linear(12, 8))
+
+    def forward(self, x):
+        x = x + self.even(x)
+        return x + self.odd(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("data", [False, True])
+def test_learners_with_rows_of_odd_length_stay_floats(tmp_path, caplog, data):
+    base, x = OddMlp().eval(), torch.randn(4, 6, 8)
+    floats = acm.rewrite(base, acm.plan(base, x))
+    model = acm.quantize(copy.deepcopy(floats), "int4", [x] * 20 if data else None, tokens=50)
+    assert [site.learners.quantized for site in acm.sites(model).values()] == ["int4", None]
+    assert "1 of 2 sites" in caplog.text and "odd" in caplog.text
+    assert "int4, but floats at 1 of 2 sites" in str(acm.status(model))
+    assert 0 < (model(x) - floats(x)).norm() < 0.2 * floats(x).norm()
+    acm.save(model, tmp_path / "out")
+    assert torch.equal(acm.load(tmp_path / "out", base_model=base)(x), model(x))
+    alone = acm.rewrite(base, acm.plan(base, x, sites="odd"))
+    with pytest.raises(UsageError, match="even length"):
+        acm.quantize(alone, "int4")
+    acm.quantize(alone, "int8")
+
+
 def test_data_that_is_of_no_use_is_refused_and_changes_nothing(calibrated):
     floats, batches = calibrated
     model, x = copy.deepcopy(floats), batches[0]

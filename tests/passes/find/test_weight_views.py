@@ -53,12 +53,19 @@ def test_a_view_shows_what_torch_gives(op, args, kwargs):
         ("split", ([4, 8],), {}, 12),
         ("split_with_sizes", (), {"split_sizes": [1, 2, 9]}, 12),
         ("chunk", (4,), {}, 2),
+        ("tensor_split", (5,), {}, 12),
+        ("tensor_split", ([3, 7],), {}, 12),
+        ("tensor_split", (), {"indices": (4, -2)}, 12),
     ],
 )
 def test_parts_are_torchs(op, args, kwargs, size):
     spans = part_spans(called(op, *args, **kwargs), op, size)
     parts = getattr(torch.arange(size), op)(*args, **kwargs)
     assert spans is not None and [list(range(*span)) for span in spans] == [part.tolist() for part in parts]
+
+
+def test_parts_that_overlap_are_not_known():
+    assert part_spans(called("tensor_split", [7, 3]), "tensor_split", 12) is None
 
 
 def test_parts_by_something_that_is_computed_are_not_known():

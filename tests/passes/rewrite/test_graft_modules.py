@@ -129,6 +129,24 @@ def test_a_patched_forward_is_named():
         acm.rewrite(model, plan)
 
 
+class Decorated(models.Mlp):
+    forward = torch.no_grad()(models.Mlp.forward)
+
+
+class Block(models.Mlp):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("inner", [Decorated, Block])
+def test_a_forward_without_gradients_is_named(inner):
+    """The ACM in its place has gradients, which reach its input."""
+    model, _, plan = planned(stacked(models.Residual(inner())))
+    with pytest.warns(LostHookWarning, match=rf"blocks\.0\.inner: torch\.no_grad, .* of the {inner.__name__}"):
+        acm.rewrite(model, plan)
+
+
 # T
 
 

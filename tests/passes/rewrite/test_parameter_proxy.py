@@ -87,6 +87,8 @@ PARTS = {
     "a function's split": lambda w: torch.split(w, split_size_or_sections=[8, 8, 8]),
     "split_with_sizes": lambda w: torch.split_with_sizes(w, [8, 8, 8]),
     "split_with_sizes by keywords": lambda w: w.split_with_sizes(split_sizes=[8, 8, 8], dim=0),
+    "tensor_split": lambda w: w.tensor_split(3),
+    "tensor_split by places": lambda w: torch.tensor_split(w, (8, 16), dim=0),
     "parts of parts": lambda w: (w[:16][:8], w[:16][8:], w[8:].narrow(0, 8, 8)),
 }
 

@@ -403,6 +403,18 @@ def test_a_model_that_cannot_be_copied_can_be_rewritten_in_place():
     assert_close(answer(acm.rewrite(model, plan, inplace=True), x), answer(trained(ALL["swiglu"])[0], x))
 
 
+@pytest.mark.parametrize("name", ["cache", "seen", "buffer"])
+def test_what_keeps_a_model_from_being_copied_is_named(name):
+    model, _, plan = planned(ALL["swiglu"])
+    inner, value = model.blocks[0], model.embed.weight * 2
+    if name == "buffer":
+        inner.register_buffer(name, value)
+    else:
+        setattr(inner, name, {"cache": value, "seen": {"last": [value]}}[name])
+    with pytest.raises(UsageError, match=rf"blocks\.0\.{name}: .*\n  detach blocks\.0\.{name}, or pass inplace"):
+        acm.rewrite(model, plan)
+
+
 @pytest.mark.slow
 def test_vit_b_16_is_rewritten_in_seconds():
     from torchvision.models import vit_b_16

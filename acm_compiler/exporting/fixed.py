@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.reference import Weights, prefix_output
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.reference import prefix_output
 from acm_compiler.errors import BudgetUnreachable, UsageError
 from acm_compiler.exporting.calls import plain_output
 from acm_compiler.exporting.controls import measured

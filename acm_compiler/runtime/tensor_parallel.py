@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.errors import SitesNotFitted, UsageError
 
 # the axis of each weight that runs over the hidden width, counted from the end

@@ -12,7 +12,8 @@ from filelock import FileLock
 
 from acm_compiler.acm import operands, ops
 from acm_compiler.acm.activations import resolve
-from acm_compiler.acm.reference import GateRule, Weights, run_learners
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.reference import GateRule, run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.cpu import build

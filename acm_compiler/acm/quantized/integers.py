@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from acm_compiler.acm.quantized import int4, int8
 
 if TYPE_CHECKING:
-    from acm_compiler.acm.reference import Weights
+    from acm_compiler.acm.arguments import Weights
 
 WEIGHTS = ("w_in", "w_up", "w_out", "w_top")
 """The tensors that become integers."""

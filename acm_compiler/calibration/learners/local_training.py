@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.precision import is_fast_in_bfloat16, to_float64
-from acm_compiler.acm.reference import Weights, hidden
+from acm_compiler.acm.reference import hidden
 from acm_compiler.calibration.damage import Judged, errors_of_k
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.recipe.phases import half_cosine

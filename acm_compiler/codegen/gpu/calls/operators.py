@@ -19,12 +19,12 @@ from acm_compiler.acm.arguments import (
     GateWeights,
     LearnersArguments,
     LearnerWeights,
+    Weights,
     part,
 )
 from acm_compiler.acm.gated_learners import gate_call, run_apart
 from acm_compiler.acm.operands import require_gate, require_learners
 from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
-from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.compare import require_equal
 from acm_compiler.codegen.gpu.calls.kept import find_plan, keep_plan, kind_of_k, kind_of_rows, rounding
@@ -64,7 +64,7 @@ def _learners_first(call: LearnersArguments, form: str, act: str, kind: Hashable
         form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_quantized=call.s_in is not None
     )
     if reason is None:
-        weights = Weights(*part(LearnerWeights, call), act=act, form=form)
+        weights = Weights.of(call, form=form, act=act)
         with on_device_of(x), gpu.unless_unbuilt((form, act, x.dtype, shape)):  # kernels start on that device
             return _start_first(call, weights, kind=kind, machine=machine)
         reason = gpu.UNBUILT[form, act, x.dtype, shape]
@@ -178,8 +178,7 @@ def gated_learners(
 
 def aliases_of(weights: Weights) -> Weights:
     """The same memory by other tensors: a plan that held the weights themselves would keep their owner from going."""
-    tensors: Any = (None if tensor is None else tensor.detach() for tensor in weights.tensors)
-    return Weights(*tensors, act=weights.act, form=weights.form)
+    return weights.map(Tensor.detach)
 
 
 def aliases_of_gate(call: GateArguments) -> GateArguments:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.context import is_nothing_open, is_plain_call
 from acm_compiler.acm.gradients.sorted_tokens import pays
 from acm_compiler.acm.intact import refuse_changed, refuse_idle
 from acm_compiler.acm.learners import OnlyK
 from acm_compiler.acm.ops import is_vector_call
-from acm_compiler.acm.reference import Weights, prefix_output
+from acm_compiler.acm.reference import prefix_output
 from acm_compiler.acm.tokens import is_one_each
 from acm_compiler.codegen.gpu.calls.kept import ALIGNED, find_plan, rounding
 from acm_compiler.codegen.gpu.calls.operators import gate_kind, learners_kind, on_device_of

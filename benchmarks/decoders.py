@@ -40,7 +40,7 @@ from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import BudgetResult, Evaluation, load_evaluation
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.recipe.datasets import TextData
-from acm_compiler.runs.recipe_run import open_saved_run
+from acm_compiler.runs.opened import open_saved_run
 from acm_compiler.runtime.control import FixedK
 from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY, load_shipped
 from acm_compiler.tasks.language import CausalLM

@@ -34,7 +34,7 @@ from acm_compiler.acm.reference import branchless_output
 from acm_compiler.evaluation.bench import Timing, interleave
 from acm_compiler.exporting.fixed import Plain
 from acm_compiler.exporting.onnx import OPERATORS
-from acm_compiler.runs.recipe_run import open_saved_run
+from acm_compiler.runs.opened import open_saved_run
 from benchmarks.drawn import N, converted, drawn
 from benchmarks.machine import machine
 from benchmarks.tokens_per_second import prompts

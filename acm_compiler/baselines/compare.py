@@ -27,8 +27,8 @@ from acm_compiler.recipe import Recipe, decisions, expand_paths
 from acm_compiler.recipe.datasets import plain
 from acm_compiler.recipe.resolved import measured_with
 from acm_compiler.runs.folder import RunOptions, check_run_folder, one_run
+from acm_compiler.runs.opened import OpenedRecipe
 from acm_compiler.runs.pipeline import check_recipe, plan_recipe
-from acm_compiler.runs.recipe_run import OpenedRecipe
 from acm_compiler.runs.run_recipe import RecipeRun, run_recipe
 from acm_compiler.sources.build import build
 from acm_compiler.training.machine import Machine, open_machine

@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from acm_compiler.acm.arguments import GateArguments, LearnersArguments, Weights, schema
+from acm_compiler.acm.check_arguments import may_equal, require_gate, require_learners
 from acm_compiler.acm.context import transforms
 from acm_compiler.acm.gradients import sorted_tokens
 from acm_compiler.acm.intact import refuse_onnx
-from acm_compiler.acm.operands import may_equal, require_gate, require_learners
 from acm_compiler.acm.precision import autocast_type, without_autocast
 from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import (

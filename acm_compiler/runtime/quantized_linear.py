@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from acm_compiler.acm import ACM, ops
 from acm_compiler.acm.arguments import Weights
-from acm_compiler.acm.operands import refuse_type, refuse_width
+from acm_compiler.acm.check_arguments import refuse_type, refuse_width
 from acm_compiler.acm.precision import autocast_type
 from acm_compiler.acm.quantized import int8, integers
 from acm_compiler.errors import SelectionError, nearest

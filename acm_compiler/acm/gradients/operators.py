@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, Weights, part, schema
+from acm_compiler.acm.check_arguments import may_equal, require_learners
 from acm_compiler.acm.gradients.sorted_tokens import (
     activated,
     bands_of_hidden,
@@ -24,7 +25,6 @@ from acm_compiler.acm.gradients.sorted_tokens import (
     pays,
     second_layer,
 )
-from acm_compiler.acm.operands import may_equal, require_learners
 from acm_compiler.acm.ops import FORM, LEARNERS, LIBRARY, run_call
 from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import relaxed_output

@@ -22,8 +22,8 @@ from acm_compiler.acm.arguments import (
     Weights,
     part,
 )
+from acm_compiler.acm.check_arguments import require_gate, require_learners
 from acm_compiler.acm.gated_learners import gate_call, run_apart
-from acm_compiler.acm.operands import require_gate, require_learners
 from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.compare import require_equal

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm.arguments import LearnersArguments, Weights
+from acm_compiler.acm.check_arguments import require_learners
 from acm_compiler.acm.gradients import operators as plain
 from acm_compiler.acm.gradients.sorted_tokens import chosen
-from acm_compiler.acm.operands import require_learners
 from acm_compiler.acm.ops import LIBRARY
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu.calls.operators import on_device_of

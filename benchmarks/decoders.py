@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import acm_compiler as acm
-from acm_compiler.baselines.methods import METHODS, OURS
+from acm_compiler.baselines.choose_methods import METHODS, OURS
 from acm_compiler.baselines.site_method import SiteMethod
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options

@@ -11,9 +11,9 @@ from time import monotonic
 
 import torch
 
+from acm_compiler.baselines.choose_methods import OURS, Chosen, choose, method_named
 from acm_compiler.baselines.measure import LEVELS, Measured, Scores, levels_of, measure, measure_corrupted, result_of
 from acm_compiler.baselines.method import Subject
-from acm_compiler.baselines.methods import OURS, Chosen, choose, method_named
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.checkpoint import check_own_folder, save_id
 from acm_compiler.data import Batch, BatchStream

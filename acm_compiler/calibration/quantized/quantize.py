@@ -16,7 +16,7 @@ from acm_compiler.acm.quantized.int8 import DEEPEST
 from acm_compiler.acm.quantized.integers import To
 from acm_compiler.calibration.examples import MaskOf, check_tokens, masked
 from acm_compiler.calibration.quantized.inputs import read_inputs
-from acm_compiler.calibration.quantized.learners import rounded_learners
+from acm_compiler.calibration.quantized.round_learners import rounded_learners
 from acm_compiler.errors import UsageError, a_few_of
 from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, wholly_rewritten

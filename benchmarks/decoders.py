@@ -42,7 +42,7 @@ from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.recipe.datasets import TextData
 from acm_compiler.runs.opened import open_saved_run
 from acm_compiler.runtime.control import FixedK
-from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY, load_shipped
+from acm_compiler.shipped import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY, load_shipped
 from acm_compiler.tasks.language import CausalLM
 from benchmarks.equal_macs import SHARES, Rivals, part_of
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights

@@ -119,10 +119,7 @@ class Learners(nn.Module):
         """Keep the type of scales, where others change a module's type."""
         scales = {name: scale for name in integers.SCALES if (scale := self._buffers.get(name)) is not None}
         super()._apply(fn, recurse)
-        for name, former in scales.items():
-            moved = getattr(self, name)
-            if moved.dtype != former.dtype:
-                self._buffers[name] = former.to(moved.device)
+        integers.restore_scales(self, scales)
         return self
 
     @torch.no_grad()

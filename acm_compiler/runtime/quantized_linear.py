@@ -79,10 +79,9 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Keep the type of scales, where others change a module's."""
-        former = self.scales
+        scales = {"scales": self.scales}
         super()._apply(fn, recurse)
-        if self.scales.dtype != former.dtype:
-            self.scales = former.to(self.values.device)
+        integers.restore_scales(self, scales)
         return self
 
 

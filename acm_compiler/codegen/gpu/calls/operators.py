@@ -26,7 +26,7 @@ from acm_compiler.acm.check_arguments import require_gate, require_learners
 from acm_compiler.acm.gated_learners import gate_call, run_apart
 from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
 from acm_compiler.codegen import gpu
-from acm_compiler.codegen.compare import require_equal
+from acm_compiler.codegen.compare import checked
 from acm_compiler.codegen.gpu.calls.kept import find_plan, keep_plan, kind_of_k, kind_of_rows, rounding
 from acm_compiler.codegen.gpu.gate_plan import GatePlan
 from acm_compiler.codegen.gpu.launch import Plan, plan_of
@@ -36,11 +36,11 @@ from acm_compiler.codegen.gpu.spec import spec_of
 _WEIGHTS = len(LearnerWeights._fields)
 
 
-def register(*, checked: bool) -> None:
-    """Make these the implementations on CUDA devices. checked: outputs are compared with the reference's."""
-    torch.library.impl("acm::learners", "CUDA", _checked if checked else learners, lib=LIBRARY)
+def register(*, check: bool) -> None:
+    """Make these the implementations on CUDA devices. check: outputs are compared with the reference's."""
+    torch.library.impl("acm::learners", "CUDA", checked(learners) if check else learners, lib=LIBRARY)
     torch.library.impl("acm::gate", "CUDA", gate, lib=LIBRARY)
-    if not checked:
+    if not check:
         torch.library.impl("acm::gated_learners", "CUDA", gated_learners, lib=LIBRARY)
 
 
@@ -192,10 +192,3 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 _HERE = nullcontext()
-
-
-def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    """The kernels' output after it was compared with the reference's (ACM_CHECK=1)."""
-    y = learners(x, k, w_in, *tensors, form=form, act=act)
-    require_equal(y, REFERENCE(x, k, w_in, *tensors, form=form, act=act), w_in)
-    return y

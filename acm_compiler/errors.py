@@ -196,6 +196,20 @@ def a_few_of(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
+_FIT = "fit them: acm.calibrate(model, batches), a recipe's distill phase, or acm.plan(..., init='random')"
+
+
+def require_fitted(dense: Sequence[str], request: str, *, where: str | None = None, fix: str = _FIT) -> None:
+    """Raise SitesNotFitted, naming them, while sites run their dense region (docs/semantics.md, The start).
+
+    dense: names of those that do. request: subject of the sentence.
+    """
+    if dense:
+        count = f"{len(dense)} sites still run their" if len(dense) > 1 else "1 site still runs its"
+        what = f"{request} needs learners, but {count} dense region"
+        raise SitesNotFitted(what, where=where, found=a_few_of(dense), fix=fix)
+
+
 def did_you_mean(name: str, known: Iterable[str], *, count: int = 1) -> str:
     """` (did you mean 'epochs'?)`, or an empty string when nothing is alike."""
     names = nearest(name, known, count=count)

@@ -22,7 +22,7 @@ import acm_compiler as acm
 from acm_compiler.evaluation.bench import interleave
 from acm_compiler.exporting.aoti import runner
 from acm_compiler.recipe.resolved import installed_versions
-from acm_compiler.runs.recipe_run import open_saved_run
+from acm_compiler.runs.opened import open_saved_run
 
 BUDGETS = (0.25, 0.4, 0.6, 0.8, 1.0)
 

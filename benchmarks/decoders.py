@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import acm_compiler as acm
-from acm_compiler.baselines.methods import METHODS, OURS
+from acm_compiler.baselines.choose_methods import METHODS, OURS
 from acm_compiler.baselines.site_method import SiteMethod
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options
@@ -40,9 +40,9 @@ from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import BudgetResult, Evaluation, load_evaluation
 from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.recipe.datasets import TextData
-from acm_compiler.runs.recipe_run import open_saved_run
+from acm_compiler.runs.opened import open_saved_run
 from acm_compiler.runtime.control import FixedK
-from acm_compiler.shipped.models import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY, load_shipped
+from acm_compiler.shipped import LLAMA_DOCS, PACKAGES, TOKENIZER, TOKENS, VOCABULARY, load_shipped
 from acm_compiler.tasks.language import CausalLM
 from benchmarks.equal_macs import SHARES, Rivals, part_of
 from scripts.train_shipped.from_scratch import Checkpoint, write_weights

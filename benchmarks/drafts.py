@@ -21,7 +21,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 import acm_compiler as acm
-from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
+from acm_compiler.runs.opened import SavedRun, open_saved_run
 from benchmarks.machine import machine
 
 HEADINGS = ("draft", "tokens", "until", "accepted", "kept", "tokens/s", "to dense", "q1", "q3", "same text")

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import acm_compiler as acm
-from acm_compiler.baselines.learners import Converted
+from acm_compiler.baselines.acms import Converted
+from acm_compiler.baselines.choose_methods import METHODS
 from acm_compiler.baselines.measure import Measured, measure, result_of
 from acm_compiler.baselines.method import BatchResult, Method, Subject
-from acm_compiler.baselines.methods import METHODS
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.data import Batch
 from acm_compiler.evaluation.results import Interval

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import acm_compiler as acm
 from acm_compiler.evaluation.results import Interval
 from acm_compiler.evaluation.statistics import interval, resampled_means
-from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
+from acm_compiler.runs.opened import SavedRun, open_saved_run
 
 HEADINGS = ("budget", "same tokens", "all the same", "right choice", "to dense, points")
 CHOICES, SHORTEST = 4, 24  # tokens of a text that is asked about

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.errors import AcmError, StorageError
-from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
+from acm_compiler.runs.opened import SavedRun, open_saved_run
 
 _ROOM = 8  # tokens beyond the longest text
 

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import acm_compiler as acm
-from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
+from acm_compiler.acm.arguments import LearnersArguments, Weights
 from acm_compiler.acm.ops import LEARNERS
-from acm_compiler.acm.reference import Weights, branchless_output
+from acm_compiler.acm.reference import branchless_output
 from acm_compiler.evaluation.bench import Timing, interleave
 from acm_compiler.exporting.fixed import Plain
 from acm_compiler.exporting.onnx import OPERATORS
-from acm_compiler.runs.recipe_run import open_saved_run
+from acm_compiler.runs.opened import open_saved_run
 from benchmarks.drawn import N, converted, drawn
 from benchmarks.machine import machine
 from benchmarks.tokens_per_second import prompts
@@ -82,7 +82,7 @@ def saved(folder: Path, batch: int) -> tuple[nn.Module, nn.Module, dict[str, Ten
 def masked(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
     """`acm::learners` as all learners for all tokens, those not chosen times zero."""
     call = LearnersArguments(x, *tensors)
-    return branchless_output(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
+    return branchless_output(call.x, call.k, Weights.of(call, form=form, act=act))
 
 
 def as_int8(file: Path) -> Path:

@@ -17,7 +17,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 from acm_compiler.acm import ops, sparse
-from acm_compiler.acm.reference import Weights, hidden
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.reference import hidden
 from acm_compiler.evaluation.bench import interleave
 from benchmarks.machine import machine
 

@@ -26,7 +26,7 @@ from torch import Tensor
 import acm_compiler as acm
 from acm_compiler.evaluation.bench import Timing, interleave
 from acm_compiler.recipe.lookup import gguf_file
-from acm_compiler.runs.recipe_run import SavedRun, open_saved_run
+from acm_compiler.runs.opened import SavedRun, open_saved_run
 from benchmarks.machine import machine
 
 HEADINGS = ("phase", "batch", "budget", "contender", "tokens/s", "to dense Inductor", "q1", "q3", "MACs")

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
-from acm_compiler.acm.arguments import GatedArguments, LearnerWeights, part
+from acm_compiler.acm.arguments import GatedArguments, LearnerWeights, Weights, part
 from acm_compiler.acm.gated_learners import GATED, gate_call, tokens_of
 from acm_compiler.acm.gradients.operators import LEARNERS_BACKWARD, RELAXED, RELAXED_BACKWARD
 from acm_compiler.acm.gradients.sorted_tokens import chosen, pays
 from acm_compiler.acm.ops import GATE, LEARNERS
-from acm_compiler.acm.reference import Weights
 from acm_compiler.acm.steps import ATTENTION, STEPS, read_program
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part, schema
-from acm_compiler.acm.operands import may_equal, require_gated, require_together
+from acm_compiler.acm.check_arguments import may_equal, require_gated, require_together
 from acm_compiler.acm.ops import CHOICES, FORM, GATE, LEARNERS, define, map_tokens
 from acm_compiler.acm.reference import Norm, normalised
 

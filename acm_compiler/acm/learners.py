@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.acm.arguments import GateWeights, LearnerWeights, held
+from acm_compiler.acm.arguments import GateWeights, LearnerWeights, Weights, held
 from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.quantized import integers
-from acm_compiler.acm.reference import GateRule, Weights
+from acm_compiler.acm.reference import GateRule
 
 
 def gumbel_noise(u_TC: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Learners(nn.Module):
     w_top [O, N * H] or, for form "linear", [O, D]. Absent ones are None. Slices (forms "rows", "cols") of G `heads`
     have w_in [N, G, H / G, D] or [N, O, G, H / G] and no w_out.
 
-    After `quantize` the weights are buffers of integers, with scales s_in to s_top (`reference.Weights`); biases stay.
+    After `quantize` the weights are buffers of integers, with scales s_in to s_top (`arguments.Weights`); biases stay.
     Another library may have put tensors there that stand for floats (`quantized.integers`).
     """
 
@@ -124,10 +124,7 @@ class Learners(nn.Module):
         """Keep the type of scales, where others change a module's type."""
         scales = {name: scale for name in integers.SCALES if (scale := self._buffers.get(name)) is not None}
         super()._apply(fn, recurse)
-        for name, former in scales.items():
-            moved = getattr(self, name)
-            if moved.dtype != former.dtype:
-                self._buffers[name] = former.to(moved.device)
+        integers.restore_scales(self, scales)
         return self
 
     @torch.no_grad()

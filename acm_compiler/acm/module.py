@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm import ops, tokens
-from acm_compiler.acm.arguments import held
+from acm_compiler.acm.arguments import Weights, held
+from acm_compiler.acm.check_arguments import refuse_type, refuse_width
 from acm_compiler.acm.context import (
     Choices,
     Said,
@@ -25,9 +26,8 @@ from acm_compiler.acm.context import (
 )
 from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript, refuse_without_dense
 from acm_compiler.acm.learners import Gate, Learners, OnlyK, gumbel_noise
-from acm_compiler.acm.operands import refuse_type, refuse_width
 from acm_compiler.acm.precision import without_autocast
-from acm_compiler.acm.reference import Weights, choice_costs, choose_k, prefix_output, sample_nu, utilities
+from acm_compiler.acm.reference import choice_costs, choose_k, prefix_output, sample_nu, utilities
 from acm_compiler.acm.sparse import Skips
 from acm_compiler.site import Layout
 

@@ -16,15 +16,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from acm_compiler.acm.arguments import GateArguments, LearnersArguments, LearnerWeights, part, schema
+from acm_compiler.acm.arguments import GateArguments, LearnersArguments, Weights, schema
+from acm_compiler.acm.check_arguments import may_equal, require_gate, require_learners
 from acm_compiler.acm.context import transforms
 from acm_compiler.acm.gradients import sorted_tokens
 from acm_compiler.acm.intact import refuse_onnx
-from acm_compiler.acm.operands import may_equal, require_gate, require_learners
 from acm_compiler.acm.precision import autocast_type, without_autocast
 from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import (
-    Weights,
     branchless_output,
     choice_costs,
     choose_k,
@@ -212,7 +211,7 @@ def has_kernels(device: str) -> bool:
 def run_call(call: LearnersArguments, *, form: str, act: str) -> Tensor:
     """The reference of a call of `acm::learners`, checked."""
     require_learners(call, form=form)
-    y = run_learners(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
+    y = run_learners(call.x, call.k, Weights.of(call, form=form, act=act))
     return y if call.residual is None else y + call.residual
 
 

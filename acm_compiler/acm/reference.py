@@ -9,7 +9,7 @@ Shapes: T tokens, D in, O out, N learners, H learner width, C = N - k_min + 1 ga
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,66 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm.activations import resolve
-from acm_compiler.acm.arguments import LearnerWeights, require_range
+from acm_compiler.acm.arguments import Weights, require_range
 from acm_compiler.acm.precision import float64_device
 from acm_compiler.acm.quantized import integers
 
 GateRule = Literal["logits", "damage"]
 """Meaning of a gate's score; `utilities` and `priced_errors` have the equations."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The tensors of one ACM's learners.
-
-    s_n(z) = W_out,n act(W_in,n z + b_in,n), or W_out,n (act(W_in,n z + b_in,n) * (W_up,n z + b_up,n)) when gated.
-    w_in, w_up [N, H, D]; b_in, b_up [N, H]; b_out [N + 1, O], row k for tokens that run k learners.
-    w_out [O, N, H], or one per k: [N, O, N, H], of which entry k - 1 uses its first k learners.
-    w_top: what k = N runs instead: a second layer [O, N * H] (form "mlp", "gated") or the dense weight [O, D] (form
-    "linear").
-    s_in, s_up [N, H], s_out [O] or [N, O], s_top [O]: scales of weights that are int8 (`int8`), one per output channel;
-    of slices s_in is [N, G, H / G] ("rows") or [O] ("cols"); for 4 bits see `int4`. Absent where weights are floats.
-    """
-
-    w_in: Tensor
-    b_in: Tensor | None
-    w_up: Tensor | None
-    b_up: Tensor | None
-    w_out: Tensor | None
-    b_out: Tensor
-    w_top: Tensor | None
-    s_in: Tensor | None = None
-    s_up: Tensor | None = None
-    s_out: Tensor | None = None
-    s_top: Tensor | None = None
-    act: str = field(kw_only=True)
-    form: str = field(kw_only=True)
-
-    @property
-    def tensors(self) -> LearnerWeights:
-        """Without activation and form, as the operators take them."""
-        first = self.w_in, self.b_in, self.w_up, self.b_up, self.w_out, self.b_out, self.w_top
-        return LearnerWeights(*first, self.s_in, self.s_up, self.s_out, self.s_top)
-
-    @property
-    def is_quantized(self) -> bool:
-        """True if the weights are integers, with scales."""
-        return self.s_in is not None
-
-    @property
-    def is_int4(self) -> bool:
-        """True if they are of 4 bits, two in a byte."""
-        return self.w_in.dtype == torch.uint8
-
-    @property
-    def learners(self) -> int:
-        """N."""
-        return self.w_in.shape[0]
-
-    @property
-    def is_nested(self) -> bool:
-        """True if all k share one second layer, so that y_k is a running sum of learners."""
-        return self.w_out is not None and self.w_out.dim() == 3 and self.w_top is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.acm.arguments import LearnersArguments, require_range, schema
-from acm_compiler.acm.operands import may_equal, require_learners, require_thresholds
+from acm_compiler.acm.arguments import LearnersArguments, Weights, require_range, schema
+from acm_compiler.acm.check_arguments import may_equal, require_learners, require_thresholds
 from acm_compiler.acm.ops import FORM, cast_weights, define, map_tokens
 from acm_compiler.acm.precision import autocast_type, without_autocast
-from acm_compiler.acm.reference import Weights, hidden
+from acm_compiler.acm.reference import hidden
 
 
 class Thresholds(NamedTuple):

@@ -21,10 +21,10 @@ from acm_compiler.codegen import cpu
 from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
 from acm_compiler.files import dump
 from acm_compiler.passes.lower.acm_nodes import GATED, acm_nodes, learners_nodes
-from acm_compiler.passes.lower.bfloat16_attention import lower_attention
-from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
+from acm_compiler.passes.lower.bfloat16_attention import bfloat16_attention
+from acm_compiler.passes.lower.drop_stand_ins import drop_stand_ins
+from acm_compiler.passes.lower.fold_norm import fold_norm
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
-from acm_compiler.passes.lower.fuse_norm import fold_norm
 from acm_compiler.passes.lower.fuse_residual import fuse_residual
 from acm_compiler.passes.lower.join_calls import join_calls
 from acm_compiler.passes.lower.merge_gates import merge_gates
@@ -46,9 +46,9 @@ _PASSES: dict[str, Callable[[fx.Graph], int]] = {
     "fuse_residual": fuse_residual,
     "fuse_gate": fuse_gate,
     "fold_norm": fold_norm,
-    "bfloat16_attention": lower_attention,
+    "bfloat16_attention": bfloat16_attention,
 }
-_INFERENCE_ALONE = (fuse_gate, lower_attention)
+_INFERENCE_ALONE = (fuse_gate, bfloat16_attention)
 _UNASKED = {"size_asserts": False, "alignment_asserts": False}
 """Options of Inductor for graphs of joined calls: what it would check of each tensor at each call, guards have."""
 _LOG = logging.getLogger("acm_compiler.backend")

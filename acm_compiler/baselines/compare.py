@@ -11,9 +11,9 @@ from time import monotonic
 
 import torch
 
+from acm_compiler.baselines.choose_methods import OURS, Chosen, choose, method_named
 from acm_compiler.baselines.measure import LEVELS, Measured, Scores, levels_of, measure, measure_corrupted, result_of
 from acm_compiler.baselines.method import Subject
-from acm_compiler.baselines.methods import OURS, Chosen, choose, method_named
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.checkpoint import check_own_folder, save_id
 from acm_compiler.data import Batch, BatchStream
@@ -27,8 +27,8 @@ from acm_compiler.recipe import Recipe, decisions, expand_paths
 from acm_compiler.recipe.datasets import plain
 from acm_compiler.recipe.resolved import measured_with
 from acm_compiler.runs.folder import RunOptions, check_run_folder, one_run
+from acm_compiler.runs.opened import OpenedRecipe
 from acm_compiler.runs.pipeline import check_recipe, plan_recipe
-from acm_compiler.runs.recipe_run import OpenedRecipe
 from acm_compiler.runs.run_recipe import RecipeRun, run_recipe
 from acm_compiler.sources.build import build
 from acm_compiler.training.machine import Machine, open_machine

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.acm.reference import Weights, hidden
+from acm_compiler.acm.reference import hidden
 from acm_compiler.calibration.linear_algebra import thin_factors
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.dense_region import DenseWeights

@@ -20,6 +20,7 @@ from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.offload import device_of, trim
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.progress import Progress
+from acm_compiler.recipe.phases import half_cosine
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.measure_budgets import undisturbed
@@ -61,7 +62,7 @@ def fit_gates(gates: Sequence[Gate], x_TD: Tensor, damages: Sequence[Tensor], *,
     optimizer = torch.optim.Adam(parameters, lr=rate, fused=x_TD.device.type in ("cpu", "cuda"))
     with torch.enable_grad():
         for step in range(steps):
-            optimizer.param_groups[0]["lr"] = rate / 2 * (1 + math.cos(math.pi * step / steps))
+            optimizer.param_groups[0]["lr"] = rate * half_cosine(step, steps)
             rows = torch.randint(len(z_TD), (_BATCH,), generator=students[0].generator).to(z_TD.device)
             optimizer.zero_grad()
             _losses(students, z_TD, rows).backward()

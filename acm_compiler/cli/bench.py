@@ -24,7 +24,7 @@ from acm_compiler.runs.given import Given, by_commas, read_budgets
 if TYPE_CHECKING:
     from acm_compiler.evaluation.bench import Contest
     from acm_compiler.evaluation.times import Row, Times
-    from acm_compiler.runs.recipe_run import SavedRun
+    from acm_compiler.runs.opened import SavedRun
 
 
 _BUDGETS = (0.25, 0.5, 0.75, 1.0)
@@ -52,7 +52,7 @@ def bench(
     from acm_compiler.evaluation.bench import break_even, check_answers, measure_model
     from acm_compiler.evaluation.evaluate import reachable
     from acm_compiler.evaluation.times import Times
-    from acm_compiler.runs.recipe_run import open_saved_run
+    from acm_compiler.runs.opened import open_saved_run
 
     output = Output(json=json)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_news)

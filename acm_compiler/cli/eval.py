@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from acm_compiler.evaluation.evaluate import Setting
     from acm_compiler.evaluation.results import Evaluation
     from acm_compiler.recipe import Recipe
-    from acm_compiler.runs.recipe_run import SavedRun
+    from acm_compiler.runs.opened import SavedRun
 
 
 def evaluate(
@@ -47,7 +47,7 @@ def evaluate(
     """Print the metric and the cost at each budget, and keep them in the folder."""
     from acm_compiler.calibration.recalibrate import known_damages
     from acm_compiler.evaluation.wording import evaluation_table
-    from acm_compiler.runs.recipe_run import open_saved_run
+    from acm_compiler.runs.opened import open_saved_run
 
     output = Output(json=json)
     given = Given.read(task, data, base_model)

@@ -12,7 +12,7 @@ from acm_compiler.cli.output import Output
 from acm_compiler.runs.given import Given, by_commas, checked_budgets, refuse_missing
 
 if TYPE_CHECKING:
-    from acm_compiler.runs.recipe_run import SavedRun
+    from acm_compiler.runs.opened import SavedRun
     from acm_compiler.sources.inputs import Inputs
 
 
@@ -48,7 +48,7 @@ def export(
     from acm_compiler.exporting import check_folder, check_format
     from acm_compiler.exporting import export as write
     from acm_compiler.files import parse_json
-    from acm_compiler.runs.recipe_run import open_saved_run
+    from acm_compiler.runs.opened import open_saved_run
     from acm_compiler.sources.from_hf import processor_files_in
 
     check_format(format, fixed_k, budget)

@@ -36,7 +36,7 @@ def explain(
 ) -> None:
     """Trace the model's call and print one row per site."""
     from acm_compiler.backend.explanation import explain
-    from acm_compiler.runs.recipe_run import open_saved_run
+    from acm_compiler.runs.opened import open_saved_run
     from acm_compiler.sources.inputs import split_inputs
 
     output = Output(json=json)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from acm_compiler.evaluation.loads import Loads
     from acm_compiler.evaluation.results import Evaluation
     from acm_compiler.evaluation.times import Times
-    from acm_compiler.runs.recipe_run import SavedRun
+    from acm_compiler.runs.opened import SavedRun
 
 Kept = TypeVar("Kept", bound="Times | Comparison")
 _LOOKED_AT = 64  # examples among which those for load maps are chosen
@@ -40,7 +40,7 @@ def report(
     from acm_compiler.reporting.contents import Report
     from acm_compiler.reporting.figures import require_matplotlib
     from acm_compiler.reporting.write import write_report
-    from acm_compiler.runs.recipe_run import open_saved_run
+    from acm_compiler.runs.opened import open_saved_run
 
     require_matplotlib()
     target = directory / "report" if out is None else out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.ops import REFERENCE
 from acm_compiler.errors import VerificationFailed
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -76,6 +78,17 @@ def require_equal(y: Tensor, expected: Tensor, w_in: Tensor | None) -> None:
             expected=f"at most {limit:.0e}",
             fix="ACM_KERNEL=reference runs without kernels",
         )
+
+
+def checked(learners: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A kernel of `acm::learners` whose output is compared with the reference's at every call (ACM_CHECK=1)."""
+
+    def run(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
+        y = learners(x, k, w_in, *tensors, form=form, act=act)
+        require_equal(y, REFERENCE(x, k, w_in, *tensors, form=form, act=act), w_in)
+        return y
+
+    return run
 
 
 def _owner(w_in: Tensor | None) -> str | None:

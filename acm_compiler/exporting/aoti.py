@@ -17,8 +17,8 @@ from acm_compiler.codegen.cpu.build import built_from, library_file
 from acm_compiler.errors import UsageError
 from acm_compiler.exporting.traced import Traced, refusing
 from acm_compiler.files import write_file
+from acm_compiler.passes.lower.fold_norm import fold_norm
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
-from acm_compiler.passes.lower.fuse_norm import fold_norm
 from acm_compiler.passes.lower.fuse_residual import fuse_residual
 from acm_compiler.passes.rewrite.conversion import Rewritten
 

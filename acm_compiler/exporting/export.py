@@ -74,8 +74,8 @@ def export(
     folder by name, such as those of its tokenizer.
     The folder also holds export.json: inputs, budgets, metrics, versions. It is written whole or not at all, once the
     program's outputs were compared with the model's, which is left as it was.
-    Raises UsageError for what cannot be exported, BudgetUnreachable, StorageError, NotRewritten, LayoutUnknown for
-    budgets per example where a site's tokens cannot be told apart, VerificationFailed.
+    Raises UsageError for what cannot be exported, SitesNotFitted, BudgetUnreachable, StorageError, NotRewritten,
+    LayoutUnknown for budgets per example where a site's tokens cannot be told apart, VerificationFailed.
     """
     folder = check_folder(path)
     check_format(format, fixed_k, budget, extra)

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.reference import Weights, prefix_output
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.reference import prefix_output
 from acm_compiler.errors import BudgetUnreachable, UsageError
 from acm_compiler.exporting.calls import plain_output
 from acm_compiler.exporting.controls import measured
@@ -18,7 +19,7 @@ from acm_compiler.exporting.traced import given_to
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.runtime.budgets import TOLERANCE
-from acm_compiler.runtime.control import spend
+from acm_compiler.runtime.control import refuse_unfitted, spend
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import PADDING, recorded
 
@@ -48,7 +49,7 @@ class FirstLearners(nn.Module):
 
 def fixed_ks(found: Rewritten, k: Any) -> dict[str, int]:
     """The k of every site where all tokens run `k`, as `acm.set_k` bounds it; UsageError for what cannot be."""
-    _refuse_unfitted(found)
+    refuse_unfitted(found, "a fixed k")
     most = max(acm.count for acm in found.acms.values())
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
         fix = "or budget=0.5 (--budget 0.5): a k per site, as its gates choose there" if k is None else None
@@ -62,7 +63,7 @@ def ks_of_budget(found: Rewritten, budget: float | str, run: Callable[[], Any]) 
 
     Rounded so that together they cost no more. BudgetUnreachable where one learner per site is above it.
     """
-    _refuse_unfitted(found)
+    refuse_unfitted(found, "a fixed k")
     measured(found)
     with undisturbed(found), recorded(found) as usage:
         spend(found, budget)
@@ -103,13 +104,6 @@ def hold(found: Rewritten, ks: Mapping[str, int]) -> None:
     """Make every token of a site run as many learners as `ks` says."""
     for name, k in ks.items():
         found.acms[name].set_choices(knob=0.0, k_lo=k, k_hi=k)
-
-
-def _refuse_unfitted(found: Rewritten) -> None:
-    for name, acm in found.acms.items():
-        if acm.state == "dense":
-            fix = "acm.calibrate(model, batches) first"
-            raise UsageError("no learners have been fitted", where=name, fix=fix)
 
 
 def as_dense_layers(found: Rewritten, ks: Mapping[str, int]) -> AbstractContextManager[None]:

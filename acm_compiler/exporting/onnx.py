@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
+from acm_compiler.acm.arguments import LearnersArguments, Weights
 from acm_compiler.acm.ops import GATE, LEARNERS, as_gate
-from acm_compiler.acm.reference import Weights, hidden, prefix_output
+from acm_compiler.acm.reference import hidden, prefix_output
 from acm_compiler.errors import UsageError
 from acm_compiler.exporting.traced import Traced, refusing
 from acm_compiler.passes.rewrite.conversion import Rewritten
@@ -144,7 +144,7 @@ def _name_axes(graph: Any, traced: Traced) -> None:
 def as_learners(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
     """Run `acm::learners`."""
     call = LearnersArguments(x, *tensors)
-    y = prefixes_output(call.x, call.k, Weights(*part(LearnerWeights, call), act=act, form=form))
+    y = prefixes_output(call.x, call.k, Weights.of(call, form=form, act=act))
     return y if call.residual is None else y + call.residual
 
 

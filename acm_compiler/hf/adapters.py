@@ -17,7 +17,7 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.errors import PackageMissing, TrainingFailed, UsageError
 
 _WEIGHTS = ("w_in", "w_up", "w_out", "w_top")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from acm_compiler.errors import LayoutUnknown, SitesNotFitted, UsageError, did_you_mean
+from acm_compiler.errors import LayoutUnknown, UsageError, did_you_mean, require_fitted
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.recipe.phases import Phase
 
@@ -33,7 +33,8 @@ def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, m
         if phase.imitates:
             _refuse_slices(sites, sliced, where)
         elif not phase.closed_form and not fitted:
-            raise _unfitted(sites, where)
+            dense = [site.name for site in sites if site.state == "dense"]
+            require_fitted(dense, "the phase", where=where, fix="put a calibrate or a distill phase before it")
         elif phase.teaches_gates and sliced:
             raise _gates_of_slices(sliced, where)
         elif phase.needs_budgets and not measured:
@@ -45,15 +46,6 @@ def check_schedule(schedule: Sequence[Phase], sites: Iterable[PlannedSite], *, m
             sliced = [s.name for s in sites if s.form == "slices" or (s.form == "auto" and s.pair is not None)]
         fitted = True
         measured = measured or not phase.imitates
-
-
-def _unfitted(sites: Sequence[PlannedSite], where: str) -> SitesNotFitted:
-    names = [site.name for site in sites if site.state != "learners"]
-    return SitesNotFitted(
-        f"{len(names)} sites have no learners of their own yet, such as {names[0]}",
-        where=where,
-        fix="put a calibrate or a distill phase before it",
-    )
 
 
 def _refuse_slices(sites: Sequence[PlannedSite], sliced: Sequence[str], where: str) -> None:

@@ -105,7 +105,7 @@ def _folder(name: str) -> Path:
     )
 
 
-# each is a `ShippedModel` of acm_compiler/shipped/models.py, under its name in capitals
+# each is a `ShippedModel` of acm_compiler/shipped, under its name in capitals
 SHIPPED = ("digits_vit", "llama_docs", "modernbert_packages", "wav2vec2_digits")
 REGISTRIES = ("torchvision", "timm")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -37,6 +38,11 @@ class PhaseSection(Section):
     def aims_at_one_budget(self) -> bool:
         """True if all its steps aim at `budgets.train`."""
         return False
+
+
+def half_cosine(step: int, steps: int) -> float:
+    """The part of a learning rate at `step` of `steps`: from 1 to 0, along half a cosine."""
+    return (1 + math.cos(math.pi * step / steps)) / 2
 
 
 class TrainedPhase(PhaseSection):

@@ -36,8 +36,8 @@ from acm_compiler.runs.folder import (
     still_to_come,
     subject_of,
 )
+from acm_compiler.runs.opened import OpenedRecipe, with_progress
 from acm_compiler.runs.pipeline import convert
-from acm_compiler.runs.recipe_run import OpenedRecipe, with_progress
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget

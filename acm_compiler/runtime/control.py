@@ -16,7 +16,7 @@ from torch import nn
 from acm_compiler.acm import ACM
 from acm_compiler.acm.intact import refuse_quantized
 from acm_compiler.acm.module import Phase
-from acm_compiler.errors import LayoutUnknown, NoBudgetTable, SitesNotFitted, UsageError, a_few_of
+from acm_compiler.errors import LayoutUnknown, NoBudgetTable, UsageError, require_fitted
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten, rewritten, wholly_rewritten
 from acm_compiler.planning.call_times import AskedTime, CallTimes, asked_time, device_name
 from acm_compiler.planning.cost import learner_macs
@@ -263,11 +263,5 @@ def relax(model: nn.Module, temperature: float | None) -> None:
 
 
 def refuse_unfitted(found: Rewritten, request: str) -> None:
-    """Raise SitesNotFitted, naming them, while sites run their dense region (docs/semantics.md, The start)."""
-    names = [name for name, acm in found.acms.items() if acm.state == "dense"]
-    if names:
-        raise SitesNotFitted(
-            f"{request} needs learners, but {len(names)} sites still run their dense region",
-            found=a_few_of(names),
-            fix="fit them: acm.calibrate(model, batches), a recipe's distill phase, or acm.plan(..., init='random')",
-        )
+    """`require_fitted` of the sites of a live model."""
+    require_fitted([name for name, acm in found.acms.items() if acm.state == "dense"], request)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from acm_compiler.acm import ACM, ops
-from acm_compiler.acm.operands import refuse_type, refuse_width
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.check_arguments import refuse_type, refuse_width
 from acm_compiler.acm.precision import autocast_type
 from acm_compiler.acm.quantized import int8, integers
-from acm_compiler.acm.reference import Weights
 from acm_compiler.errors import SelectionError, nearest
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized, replace_children
 from acm_compiler.passes.find.skips import CLASSIFIER, ROUTER
@@ -79,10 +79,9 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Keep the type of scales, where others change a module's."""
-        former = self.scales
+        scales = {"scales": self.scales}
         super()._apply(fn, recurse)
-        if self.scales.dtype != former.dtype:
-            self.scales = former.to(self.values.device)
+        integers.restore_scales(self, scales)
         return self
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.reference import Weights
-from acm_compiler.errors import SitesNotFitted, UsageError
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.errors import UsageError, require_fitted
 
 # the axis of each weight that runs over the hidden width, counted from the end
 _HIDDEN = {"w_in": -2, "b_in": -1, "w_up": -2, "b_up": -1, "w_out": -1}
@@ -55,12 +55,7 @@ def _splittable(module: nn.Module, mesh: DeviceMesh) -> ACM:
             found=type(module).__name__,
             fix="give it the names in acm.sites(model); torch's own styles are for the layers around them",
         )
-    if module.state == "dense":
-        raise SitesNotFitted(
-            "learners that no phase has fitted cannot be split",
-            where=module.name,
-            fix="fit them first: acm.calibrate(model, batches), or a recipe",
-        )
+    require_fitted([module.name] if module.state == "dense" else [], "SplitLearners")
     width = module.learners.w_in.shape[1]
     problems = (
         (module.split is not None, "they are split already", "split a model once"),

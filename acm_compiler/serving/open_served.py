@@ -22,7 +22,7 @@ from acm_compiler.recipe import Recipe, expand_paths
 from acm_compiler.recipe.datasets import DataConfig, ImageFolderData, TextData, TextRowsData
 from acm_compiler.recipe.tasks import AUDIO_RATES, ClassifyTask, EmbedTask, TaskConfig
 from acm_compiler.runs.given import Given, parse_budgets
-from acm_compiler.runs.recipe_run import saved_recipe
+from acm_compiler.runs.opened import saved_recipe
 from acm_compiler.runtime.meter import meter
 from acm_compiler.serving.readers import Audio, Images, Reader, Texts
 from acm_compiler.serving.served import Kind, RecentUsage, Served

@@ -223,7 +223,7 @@ def build_shipped(config: ModelConfig, *, weights: bool, device: Device) -> Foun
     """The model `config.name` that comes with this package."""
     check_shipped(config)
     refuse_names(config)
-    shipped: Any = getattr(importlib.import_module("acm_compiler.shipped.models"), config.name.upper())
+    shipped: Any = getattr(importlib.import_module("acm_compiler.shipped"), config.name.upper())
     model = build_on(device, lambda: call_builder(shipped.build_model, config))
     if weights and config.weights == "default":
         shipped.load_weights(model)

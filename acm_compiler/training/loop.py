@@ -18,7 +18,7 @@ from acm_compiler.errors import RunInterrupted, TrainingFailed
 from acm_compiler.passes.rewrite.conversion import sites
 from acm_compiler.progress import Progress
 from acm_compiler.recipe.fields import Every
-from acm_compiler.recipe.phases import TrainedPhase
+from acm_compiler.recipe.phases import TrainedPhase, half_cosine
 from acm_compiler.training.live_state import restore_generators, seed_generators
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.phase import Figures, Group, Job, Phase, only_training, parameters_of
@@ -159,7 +159,7 @@ def learning_rate(config: TrainedPhase, lr: float, step: int, steps: int) -> flo
     """The learning rate of `step` of `steps`: along half a cosine from `lr` to `lr_min`, or constant."""
     if config.schedule == "constant":
         return lr
-    return config.lr_min + (lr - config.lr_min) * (1 + math.cos(math.pi * step / steps)) / 2
+    return config.lr_min + (lr - config.lr_min) * half_cosine(step, steps)
 
 
 class Optimization:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.precision import without_autocast
-from acm_compiler.acm.reference import Weights, hidden, prefix_output
+from acm_compiler.acm.reference import hidden, prefix_output
 from acm_compiler.data import Batch, BatchStream
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acm_compiler.acm.arguments import GateArguments
+from acm_compiler.acm.arguments import GateArguments, Weights
 from acm_compiler.acm.ops import cast_weights
-from acm_compiler.acm.reference import Weights, prefix_output, run_learners
+from acm_compiler.acm.reference import prefix_output, run_learners
 from acm_compiler.codegen.compare import Errors, relative_errors
 from acm_compiler.codegen.gpu.dispatch import Histogram
 from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan

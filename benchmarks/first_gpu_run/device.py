@@ -163,10 +163,10 @@ def code_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def race(calls: Calls, rounds: int, device: Device, *, cold: bool = True) -> list[dict[str, Any]]:
+def race(calls: Calls, rounds: int, device: Device) -> list[dict[str, Any]]:
     """Microseconds of everybody, in turn, and their ratios to the first within each round.
 
-    Each contender is one CUDA graph; cold: memory of 256 MB is written before each, which empties the cache.
+    Each contender is one CUDA graph; memory of 256 MB is written before each, which empties the cache.
     """
     replays, refused = _captured(calls, device)
     junk = torch.empty(_CACHE_BYTES if device.is_cuda else 1, dtype=torch.int8, device=device.kind)
@@ -174,8 +174,7 @@ def race(calls: Calls, rounds: int, device: Device, *, cold: bool = True) -> lis
     for turn in range(rounds + device.warm):
         read = {}
         for name, replay in replays.items():
-            if cold:
-                junk.fill_(turn % 2)
+            junk.fill_(turn % 2)
             read[name] = device.timed(replay)
         device.wait()
         if turn >= device.warm:

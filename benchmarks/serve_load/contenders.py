@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from acm_compiler.runs.given import Given
-from acm_compiler.runs.recipe_run import open_saved_run
+from acm_compiler.runs.opened import open_saved_run
 from acm_compiler.serving.batcher import Limits
 from acm_compiler.serving.controller import Controller
 from acm_compiler.serving.open_served import ModelOptions, open_served

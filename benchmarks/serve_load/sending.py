@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from acm_compiler.runs.recipe_run import open_saved_run
+from acm_compiler.runs.opened import open_saved_run
 from acm_compiler.serving.batcher import Batcher, Example, Limits
 from acm_compiler.serving.controller import Controller
 from acm_compiler.serving.served import Served

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.data.digits import as_input, canvases, digit_bank
-from acm_compiler.shipped.models import DIGITS_VIT
+from acm_compiler.shipped import DIGITS_VIT
 from scripts.train_shipped.from_scratch import OneCycle, training_options, write_weights
 
 log = logging.getLogger(__name__)

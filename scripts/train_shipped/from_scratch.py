@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from acm_compiler.errors import StorageError
 from acm_compiler.files import whole_file
-from acm_compiler.shipped.models import SCALE, unpacked
+from acm_compiler.shipped import SCALE, unpacked
 
 log = logging.getLogger(__name__)
 

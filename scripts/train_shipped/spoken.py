@@ -26,7 +26,7 @@ from acm_compiler.data.batch import Batch
 from acm_compiler.data.common_voice import LABEL_PADDING
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.spoken_digits import RATE, VOCABULARY, UtteranceSet
-from acm_compiler.shipped.models import WAV2VEC2_DIGITS
+from acm_compiler.shipped import WAV2VEC2_DIGITS
 from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks.ctc import open_ctc
 from scripts.train_shipped.from_scratch import OneCycle, packed, round_as_packed, training_options, write_weights

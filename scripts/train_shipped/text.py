@@ -30,7 +30,7 @@ from acm_compiler.data.loading import BatchStream
 from acm_compiler.data.texts import TextSet
 from acm_compiler.files import write_file
 from acm_compiler.recipe.datasets import TextData
-from acm_compiler.shipped.models import (
+from acm_compiler.shipped import (
     LLAMA_DOCS,
     MODERNBERT_PACKAGES,
     PACKAGES,

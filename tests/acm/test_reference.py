@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from acm_compiler.acm.activations import resolve
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.reference import (
     GateRule,
-    Weights,
     all_outputs,
     choose_k,
     learner_mass,

@@ -7,10 +7,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from acm_compiler.acm import ops
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.gradients import sorted_tokens
 from acm_compiler.acm.gradients.sorted_tokens import sorted_output, sorted_relaxed
 from acm_compiler.acm.ops import cast_weights
-from acm_compiler.acm.reference import Weights, relaxed_output, run_learners
+from acm_compiler.acm.reference import relaxed_output, run_learners
 from acm_compiler.errors import UsageError
 from tests.acm.test_reference import OUT, D, N, weights_of
 

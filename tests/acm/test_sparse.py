@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.func import vmap
 
-from acm_compiler.acm.reference import Weights, run_learners
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.reference import run_learners
 from acm_compiler.acm.sparse import Thresholds, column_norms, kept_share, sparse_learners, sparse_output
 from acm_compiler.errors import UsageError
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters, warn_once_cache
 
 import acm_compiler as acm
 from acm_compiler.backend import choose_implementation, split_options
-from acm_compiler.codegen import compare, cpu
+from acm_compiler.codegen import compare
 from acm_compiler.errors import KernelUnavailable, UsageError, VerificationFailed
 from acm_compiler.passes.lower.verify import Call, GateCall
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
@@ -389,7 +389,7 @@ def test_a_kernel_that_differs_is_named_by_its_site(monkeypatch):
     tensors = model.acms[0].learners.weights().tensors
     monkeypatch.setitem(compare.TOLERANCE, torch.float32, -1.0)
     with torch.no_grad(), pytest.raises(VerificationFailed, match=r"decoder\.mlp: a kernel's output differs"):
-        cpu._checked(x, torch.full((9,), 3), *tensors, form="mlp", act="gelu")
+        compare.checked(torch.ops.acm.learners_cpu)(x, torch.full((9,), 3), *tensors, form="mlp", act="gelu")
 
 
 @pytest.mark.slow

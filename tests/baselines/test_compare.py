@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from acm_compiler.baselines import compare as compared
+from acm_compiler.baselines.choose_methods import METHODS
 from acm_compiler.baselines.compare import Options, compare
-from acm_compiler.baselines.methods import METHODS
 from acm_compiler.cli import app
 from acm_compiler.errors import RunInterrupted, UsageError
 from acm_compiler.evaluation.comparison import comparison_table, load_comparison
@@ -143,7 +143,7 @@ def test_the_verb_prints_a_table_or_one_document_and_the_report_shows_it(whole):
 
 
 def test_what_does_not_fit_is_left_out_where_nobody_asked_for_it():
-    from acm_compiler.baselines.methods import choose
+    from acm_compiler.baselines.choose_methods import choose
     from acm_compiler.runs.pipeline import plan_recipe
 
     built, plan, _ = plan_recipe(small())
@@ -178,7 +178,7 @@ def test_trained_acms_are_kept_with_their_steps_and_go_on_from_their_state(whole
 
 
 def test_methods_without_training_are_what_is_run_unless_asked_otherwise():
-    from acm_compiler.baselines.methods import choose
+    from acm_compiler.baselines.choose_methods import choose
     from acm_compiler.runs.pipeline import plan_recipe
 
     built, plan, _ = plan_recipe(small())

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import acm_compiler as acm
 from acm_compiler.baselines.merged_tokens import MergingTransformer, ToMe, merge
 from acm_compiler.baselines.method import Subject
-from acm_compiler.shipped.models import DIGITS_VIT
+from acm_compiler.shipped import DIGITS_VIT
 from acm_compiler.tasks.classify import Classify
 from tests.helpers.training_tiny import Tiny
 

@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
+from acm_compiler.baselines.choose_methods import METHODS
 from acm_compiler.baselines.low_rank import whitened
 from acm_compiler.baselines.measure import measure
 from acm_compiler.baselines.method import Subject
-from acm_compiler.baselines.methods import METHODS
 from acm_compiler.baselines.pruned_neurons import balanced_groups
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.progress import Progress

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import acm_compiler as acm
+from acm_compiler.baselines.choose_methods import METHODS, choose
 from acm_compiler.baselines.method import Subject
-from acm_compiler.baselines.methods import METHODS, choose
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.baselines.trained import experts
 from acm_compiler.baselines.trained.blocks import SpeechBlocks

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.calibration.damage import Judged, Together, token_errors
 from acm_compiler.calibration.learners.fit_learners import nested_factors, prefix_biases, trusted
 from acm_compiler.calibration.learners.mlp_learners import (

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from acm_compiler.acm.reference import Weights, all_outputs
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.reference import all_outputs
 from acm_compiler.calibration.damage import errors_of_k
 from acm_compiler.calibration.linear_algebra import thin_factors
 from acm_compiler.passes.rewrite.dense_region import DenseWeights

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
 from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.examples import Options, masked

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from acm_compiler.acm import ops
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.quantized import integers
-from acm_compiler.acm.reference import Norm, Weights, normalised, run_learners
+from acm_compiler.acm.reference import Norm, normalised, run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import INT8_TOLERANCE, TOLERANCE, relative_error, require_equal
 from acm_compiler.errors import UsageError, VerificationFailed

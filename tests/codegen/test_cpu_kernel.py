@@ -10,9 +10,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from acm_compiler.acm import operands, ops
+from acm_compiler.acm import check_arguments, ops
 from acm_compiler.acm.activations import resolve
-from acm_compiler.acm.reference import GateRule, Weights, run_learners
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.reference import GateRule, run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.codegen.cpu import build
@@ -112,7 +113,7 @@ def listed_in(header: str, pattern: str) -> list[str]:
 def test_the_kernel_knows_every_name_and_leaves_none_to_the_reference_unsaid():
     header = (build.SOURCE.parent / "activations.h").read_text()
     assert re.findall(r"^  is\((\w+),", header, re.MULTILINE) == list(ACTIVATIONS)
-    assert listed_in("operation.h", r"kFormNames\[\] = \{[^}]*") == list(operands._FORMS)
+    assert listed_in("operation.h", r"kFormNames\[\] = \{[^}]*") == list(check_arguments._FORMS)
     assert sorted(listed_in("rule.h", r'rule == "\w+"')) == sorted(get_args(GateRule))
 
 
@@ -366,7 +367,7 @@ def test_a_folder_that_knows_no_locks_is_compiled_in_all_the_same(tmp_path, monk
 SWITCHED = """
 import logging, torch
 logging.basicConfig(level="INFO")
-from acm_compiler.acm import ops
+from acm_compiler.acm import check_arguments, ops
 from tests.codegen.test_cpu_kernel import drawn, draw_k, D
 weights = drawn("mlp", torch.float32)
 with torch.no_grad():

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from acm_compiler.acm import ops
-from acm_compiler.acm.reference import Weights, hidden
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.reference import hidden
 from acm_compiler.acm.sparse import Thresholds, cut, sparse_output
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 from acm_compiler.errors import UsageError

@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("triton")
 
 from acm_compiler.codegen.gpu.ahead.build import build
-from acm_compiler.codegen.gpu.ahead.gradients import gradient_kernels
 from acm_compiler.codegen.gpu.gradients.stages import parts_of, weights_loads
 from acm_compiler.codegen.gpu.stages import Loads, Machine, loads_of, puts_fences
 from tests.codegen.test_kernels import (
@@ -18,6 +17,7 @@ from tests.codegen.test_kernels import (
     require_products_in_flight,
     require_turns,
 )
+from tests.helpers.gradient_kernels import gradient_kernels
 
 SPECS = {
     f"{spec.form} {dtype}": replace(spec, residual=False, dtype=dtype.removeprefix("t"), tf32=dtype == "tfp32")

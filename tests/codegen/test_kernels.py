@@ -27,7 +27,6 @@ from acm_compiler.codegen.gpu import gate_not_covered, not_covered, take_over
 from acm_compiler.codegen.gpu.ahead import forward
 from acm_compiler.codegen.gpu.ahead.build import build
 from acm_compiler.codegen.gpu.ahead.forward import gate_kernels_of, kernels_of
-from acm_compiler.codegen.gpu.ahead.gradients import gradient_kernels
 from acm_compiler.codegen.gpu.calls import operators
 from acm_compiler.codegen.gpu.calls.traced import stays_whole
 from acm_compiler.codegen.gpu.gate_spec import Cut, GateSpec, cut_of
@@ -48,6 +47,7 @@ from acm_compiler.site import ACTIVATIONS
 from benchmarks.first_gpu_run.speed import GATE_CUTS
 from tests.helpers import ROOT, ttir
 from tests.helpers.build import plan_of, planned_site, sliced_site
+from tests.helpers.gradient_kernels import gradient_kernels
 from tests.helpers.sanitizer_cases import gate_call, learners_call
 
 TOKENS = 128 * 197

@@ -15,7 +15,7 @@ from acm_compiler.evaluation import bench as turns
 from acm_compiler.evaluation.bench import BASE, Contest, Row, break_even, check_answers, measure_model
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable
 from acm_compiler.planning.plan import Plan
-from acm_compiler.runs.recipe_run import open_saved_run
+from acm_compiler.runs.opened import open_saved_run
 from acm_compiler.runtime.budgets import parse_budget
 from acm_compiler.runtime.control import set_budget
 from tests.backend.test_backend import Cached

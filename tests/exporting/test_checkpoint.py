@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import acm_compiler as acm
 from acm_compiler.cli import app
-from acm_compiler.errors import BudgetUnreachable, UsageError
+from acm_compiler.errors import BudgetUnreachable, SitesNotFitted, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion
 from tests.helpers.rewrite_cases import ALL, PUBLISHED, answer, assert_close, give_budgets, rewritten
 
@@ -211,7 +211,9 @@ def test_what_a_class_cannot_say_is_refused(tmp_path):
     _, y, plain = rewritten(ALL["swiglu"], sites="mlp")
     refused(plain, out, y, "no class to write a checkpoint of", format="checkpoint", fixed_k=2)
     _, x, unfitted = rewritten(PUBLISHED["hf_llama"])
-    refused(unfitted, out, x, "no learners have been fitted", format="checkpoint", fixed_k=4)
+    with pytest.raises(SitesNotFitted, match="a fixed k needs learners"):
+        acm.export(unfitted, out, x, format="checkpoint", fixed_k=4)
+    assert not out.exists()
     mixed, x = learned("hf_llama")
     next(iter(acm.sites(mixed).values())).k_min = 2
     refused(mixed, out, x, "how thin its layers are", format="checkpoint", fixed_k=1)

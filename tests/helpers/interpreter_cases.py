@@ -131,7 +131,7 @@ def test_large_tiles_that_mix_many_k_equal_the_reference(second):
 def test_the_order_is_stable_and_descending(tokens, learners, monkeypatch):
     monkeypatch.setattr(dispatch, "_MANY", 2000)
     k = torch.randint(0, learners + 1, (tokens,), dtype=torch.int32)
-    order = dispatch.sort_by_k(k, learners)
+    order = dispatch.Sort(learners, bucket_of(tokens))(k)
     assert torch.equal(order.perm.long(), k.sort(descending=True, stable=True).indices)
     assert order.counts[: learners + 1].tolist() == [int((k >= n).sum()) for n in range(learners + 1)]
 
@@ -174,7 +174,7 @@ def test_a_k_that_does_not_exist_stops_the_kernel(tokens, wrong, monkeypatch):
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)  # what debug=True does on a GPU
     k = torch.ones(tokens, dtype=torch.int32).index_fill(0, torch.tensor([tokens - 1]), wrong)
     with pytest.raises(InterpreterError, match=r"k outside \[0, N\]"):
-        dispatch.sort_by_k(k, 3)
+        dispatch.Sort(3, bucket_of(tokens))(k)
 
 
 def test_a_k_that_does_not_exist_gives_nan_among_few_tokens():

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.reference import Weights, run_learners
+from acm_compiler.acm.arguments import Weights
+from acm_compiler.acm.reference import run_learners
 from acm_compiler.codegen.compare import TOLERANCE, relative_error
 
 

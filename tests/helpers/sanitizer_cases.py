@@ -17,10 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from acm_compiler.acm import ops
-from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, Weights
 from acm_compiler.acm.gated_learners import GATED
 from acm_compiler.acm.quantized import integers
-from acm_compiler.acm.reference import Weights
 from acm_compiler.acm.sparse import SPARSE, SparseArguments
 from acm_compiler.acm.steps import ATTENTION, STEPS, Program, Step, gated_options
 from acm_compiler.errors import UsageError

@@ -264,7 +264,7 @@ def test_a_dense_model_with_other_weights_is_not_compared_with(run, monkeypatch)
         built.model.encoder.layers[0].mlp[0].weight.data.mul_(2)
         return built
 
-    monkeypatch.setattr("acm_compiler.runs.recipe_run.build", build_another)
+    monkeypatch.setattr("acm_compiler.runs.opened.build", build_another)
     done = acmc("eval", run, "--budgets", "1", "--examples", 8, "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["metric"]["dense"] is None

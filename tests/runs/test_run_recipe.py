@@ -25,7 +25,7 @@ from acm_compiler.passes.rewrite import offload
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.recipe import expand_paths, load_recipe, recipe_hash
 from acm_compiler.recipe.tasks import ExpectConfig
-from acm_compiler.runs import recipe_run, run_recipe
+from acm_compiler.runs import opened, run_recipe
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.pipeline import convert, plan_recipe
 from acm_compiler.runs.run_recipe import RecipeRun
@@ -440,14 +440,14 @@ def test_a_finished_result_is_not_replaced_unasked(folder):
 
 def test_evaluations_run_as_many_examples_at_once_as_the_recipe_says(folder, monkeypatch):
     sizes = []
-    watched = recipe_run.with_progress
+    watched = opened.with_progress
 
     def watch(batches, *args, **kwargs):
         for batch in watched(batches, *args, **kwargs):
             sizes.append(len(next(iter(batch.values()))))
             yield batch
 
-    for place in (recipe_run, run_recipe):
+    for place in (opened, run_recipe):
         monkeypatch.setattr(place, "with_progress", watch)
     assert rewrite(folder, "--set", "run.eval_batch=3").exit_code == 0
     first = sizes.copy()

@@ -137,7 +137,7 @@ def test_learners_that_were_never_fitted_are_refused(mesh):
     model = acm.rewrite(original, acm.plan(original, example(), sites=[{"match": "mlp"}]))
     for site in acm.sites(model).values():
         site.state = "dense"
-    with pytest.raises(SitesNotFitted, match=r"cannot be split.*\n.*calibrate"):
+    with pytest.raises(SitesNotFitted, match=r"SplitLearners needs learners.*\n.*calibrate"):
         split(model, mesh)
 
 

@@ -70,7 +70,7 @@ def test_a_fixed_k_is_refused_and_no_choice_runs_every_learner(model, tmp_path):
 def test_sites_without_learners_are_refused(tmp_path):
     dense = llama()
     converted = acm.rewrite(dense, acm.plan(dense, {"input_ids": drawn(1, 9)}, sites=["attn"]))
-    with pytest.raises(SitesNotFitted, match="never fitted"):
+    with pytest.raises(SitesNotFitted, match="vLLM needs learners"):
         saved(converted, tmp_path)
 
 

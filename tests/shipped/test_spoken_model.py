@@ -14,7 +14,7 @@ from acm_compiler.errors import StorageError
 from acm_compiler.recipe import ModelConfig, load_recipe
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.run_recipe import run_recipe
-from acm_compiler.shipped.models import WAV2VEC2_DIGITS
+from acm_compiler.shipped import WAV2VEC2_DIGITS
 from acm_compiler.sources.build import build
 from acm_compiler.tasks.ctc import open_ctc
 from scripts.train_shipped import spoken as train_spoken_model

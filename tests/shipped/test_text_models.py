@@ -13,7 +13,7 @@ from acm_compiler.recipe.datasets import TextData
 from acm_compiler.runs.folder import RunOptions
 from acm_compiler.runs.pipeline import plan_recipe
 from acm_compiler.runs.run_recipe import run_recipe
-from acm_compiler.shipped.models import LLAMA_DOCS, MODERNBERT_PACKAGES, TOKENIZER, unpacked
+from acm_compiler.shipped import LLAMA_DOCS, MODERNBERT_PACKAGES, TOKENIZER, unpacked
 from acm_compiler.sources.build import build
 from acm_compiler.tasks.base import base_metric
 from scripts.train_shipped import text as train_text_model

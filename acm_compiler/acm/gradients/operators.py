@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part, schema
+from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, Weights, part, schema
+from acm_compiler.acm.check_arguments import may_equal, require_learners
 from acm_compiler.acm.gradients.sorted_tokens import (
     activated,
     bands_of_hidden,
@@ -24,10 +25,9 @@ from acm_compiler.acm.gradients.sorted_tokens import (
     pays,
     second_layer,
 )
-from acm_compiler.acm.operands import may_equal, require_learners
 from acm_compiler.acm.ops import FORM, LEARNERS, LIBRARY, run_call
 from acm_compiler.acm.quantized import integers
-from acm_compiler.acm.reference import Weights, relaxed_output
+from acm_compiler.acm.reference import relaxed_output
 
 _CHOICE = f"Tensor x, Tensor nu, {schema(LearnerWeights)}, *, int k_min, {FORM}"
 LIBRARY.define(f"learners_backward(Tensor dy, {schema(LearnersArguments)}, *, {FORM}) -> Tensor[]")
@@ -44,12 +44,12 @@ def backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: st
     call = LearnersArguments(x, k, *tensors)
     names = ["x", *learned(call)]
     if call.s_in is not None:  # gradients pass the rounding of weights and of activations as if there were none
-        floats = integers.dequantized(Weights(*part(LearnerWeights, call), act=act, form=form))
+        floats = integers.dequantized(Weights.of(call, form=form, act=act))
         call = call._replace(**floats.tensors._asdict())
     require_learners(call, form=form)
     if not x.shape[0]:
         return [torch.zeros_like(getattr(call, name)) for name in names]
-    weights = Weights(*part(LearnerWeights, call), act=act, form=form)
+    weights = Weights.of(call, form=form, act=act)
     if not pays(x, weights):
         return _by_reference(dy, call, names, form=form, act=act)
     order = order_of(k, weights.learners)

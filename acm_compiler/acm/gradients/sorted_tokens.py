@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm.activations import resolve
-from acm_compiler.acm.arguments import LearnerWeights, require_range
-from acm_compiler.acm.reference import Weights, out_layer, relaxed_output, run_learners
+from acm_compiler.acm.arguments import LearnerWeights, Weights, require_range
+from acm_compiler.acm.reference import out_layer, relaxed_output, run_learners
 
 # hidden values of a call, T * M, from which on sorting pays, on a CPU; on an H100 it does from 3e7 at the latest
 _LEAST = 1 << 20

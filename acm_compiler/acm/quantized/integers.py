@@ -6,7 +6,7 @@ call computes with the floats.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from acm_compiler.acm.quantized import int4, int8
 
 if TYPE_CHECKING:
-    from acm_compiler.acm.reference import Weights
+    from acm_compiler.acm.arguments import Weights
 
 WEIGHTS = ("w_in", "w_up", "w_out", "w_top")
 """The tensors that become integers."""
@@ -52,6 +52,14 @@ def dequantized(weights: Weights) -> Weights:
             floats = int8.dequantize_weight(weight, of, _summed(weights, name))
         made[name] = floats.to(weights.b_out.dtype)
     return replace(weights, **made)
+
+
+def restore_scales(module: nn.Module, scales: Mapping[str, Tensor]) -> None:
+    """Give a module's scales, by name, the type back that they had where others have changed the module's."""
+    for name, former in scales.items():
+        moved = getattr(module, name)
+        if moved.dtype != former.dtype:
+            setattr(module, name, former.to(moved.device))
 
 
 def _summed(weights: Weights, name: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from acm_compiler.baselines.learners import Converted, in_percent
+from acm_compiler.baselines.acms import Converted, in_percent
 from acm_compiler.baselines.method import BatchResult
 from acm_compiler.baselines.trained.train import BATCH
 from acm_compiler.data import Batch

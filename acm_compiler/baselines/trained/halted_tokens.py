@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.baselines.learners import in_percent
+from acm_compiler.baselines.acms import in_percent
 from acm_compiler.baselines.method import BatchResult, setting_within
 from acm_compiler.baselines.trained.train import to_dense, train
 from acm_compiler.baselines.vit import OnVit, Steps, block_macs, run_block

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.acm.activations import resolve
-from acm_compiler.baselines.learners import in_percent
+from acm_compiler.baselines.acms import in_percent
 from acm_compiler.baselines.low_rank import ThinLayer
 from acm_compiler.baselines.method import BatchResult, Method
 from acm_compiler.baselines.pruned_neurons import FlapRegion

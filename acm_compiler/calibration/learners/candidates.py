@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils import skip_init
 
 from acm_compiler.acm import Gate
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.calibration.damage import Judged, evened, token_errors
 from acm_compiler.calibration.examples import Options
 from acm_compiler.calibration.gates import fit_gates

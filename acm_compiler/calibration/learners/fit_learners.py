@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.learners.mlp_learners import Hidden, fit_second_layer, neuron_order, variance_order
 from acm_compiler.calibration.linear_algebra import mean_diagonal, missing_tokens, square_factors, usual_diagonal
 from acm_compiler.calibration.records import SiteRecord

@@ -8,7 +8,6 @@ Shapes: T tokens, D in, O out, N learners of H, R rank of the metric.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.precision import is_fast_in_bfloat16, to_float64
-from acm_compiler.acm.reference import Weights, hidden
+from acm_compiler.acm.reference import hidden
 from acm_compiler.calibration.damage import Judged, errors_of_k
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
+from acm_compiler.recipe.phases import half_cosine
 
 # tokens of a step, and how far Adam moves a weight in one, as a part of the root mean square of its matrix
 _BATCH, _RATE, _WARM_UP, _BETAS = 1024, 0.01, 20, (0.9, 0.99)
@@ -79,7 +80,7 @@ def _train(weights: Weights, judged: Judged, x_TD: Tensor, weight_C: Tensor, *, 
     runs_TR = torch.arange(width * weights.learners, device=x_TD.device) < width * k_T[:, None]
     runs_TR = runs_TR.to(torch.bfloat16 if fast else dtype)
     for step in range(steps):
-        pace = min(1.0, (step + 1) / _WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
+        pace = min(1.0, (step + 1) / _WARM_UP) * half_cosine(step, steps)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * pace
         rows = torch.randint(len(x_TD), (_BATCH,), generator=generator).to(x_TD.device)

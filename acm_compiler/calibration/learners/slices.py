@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.acm.reference import Weights
 from acm_compiler.calibration.answer import Answer, answers_with, mask_in, relative_change
 from acm_compiler.calibration.damage import Judged
 from acm_compiler.calibration.examples import Options

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from acm_compiler import env
-from acm_compiler.acm.ops import LIBRARY, REFERENCE
-from acm_compiler.codegen.compare import TOLERANCE, relative_error, require_equal
+from acm_compiler.acm.ops import LIBRARY
+from acm_compiler.codegen.compare import TOLERANCE, checked, relative_error
 from acm_compiler.codegen.cpu.build import library_file
 from acm_compiler.errors import KernelUnavailable
 from acm_compiler.site import ACTIVATIONS
@@ -47,7 +47,7 @@ def take_over() -> bool:
     verify_tiles(library)
     library.acm_keep_panels(ctypes.c_bool(env.keeps_panels()))
     if env.check():
-        torch.library.impl("acm::learners", "CPU", _checked, lib=LIBRARY)
+        torch.library.impl("acm::learners", "CPU", checked(torch.ops.acm.learners_cpu), lib=LIBRARY)
     else:
         library.acm_take_over()
     return True
@@ -99,10 +99,3 @@ def gate_not_covered(dtypes: Iterable[torch.dtype]) -> str | None:
     """The same for a gate: the types of its tokens and of its weights."""
     unknown = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in DTYPES]
     return f"the native CPU kernel knows float32 and bfloat16, not {unknown[0]}" if unknown else None
-
-
-def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    """The native kernel's output after it was compared with the reference's (ACM_CHECK=1)."""
-    y = torch.ops.acm.learners_cpu(x, k, w_in, *tensors, form=form, act=act)
-    require_equal(y, REFERENCE(x, k, w_in, *tensors, form=form, act=act), w_in)
-    return y

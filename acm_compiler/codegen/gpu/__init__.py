@@ -41,7 +41,7 @@ def take_over() -> bool:
         return False
     from acm_compiler.codegen.gpu.calls import operators  # imports triton
 
-    operators.register(checked=env.check())
+    operators.register(check=env.check())
     if not env.check():
         from acm_compiler.codegen.gpu.calls import traced
         from acm_compiler.codegen.gpu.calls.sites import run_site

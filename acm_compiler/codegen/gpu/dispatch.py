@@ -15,7 +15,6 @@ from torch import Tensor
 
 from acm_compiler.codegen.gpu.blocks import kernel_options
 from acm_compiler.codegen.gpu.start import Launcher, blocks_in, is_tracing
-from acm_compiler.codegen.gpu.tiles import bucket_of
 
 _COUNTED = 64  # tokens per row of the histogram; a gate's rows have no more
 _PLACED = 256  # tokens per program of the sort
@@ -150,11 +149,6 @@ def sort_copies(tokens: int) -> bool:
 def place_options(*, copies: bool) -> dict[str, int]:
     """Warps of `place_kernel`."""
     return kernel_options(warps=8 if copies else 4)
-
-
-def sort_by_k(k_T: Tensor, learners: int) -> Order:
-    """The order of T >= 1 tokens."""
-    return Sort(learners, bucket_of(k_T.shape[0]))(k_T)
 
 
 def slots_of(learners: int) -> int:

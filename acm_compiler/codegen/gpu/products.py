@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.dispatch import Order
 from acm_compiler.codegen.gpu.layers import layer1_kernel, layer2_kernel

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.planning.decisions import PlannedSite
 
 Form = Literal["mlp", "gated", "linear", "rows", "cols"]

@@ -23,7 +23,7 @@ from acm_compiler.passes.lower.acm_nodes import ATTENTIONS, attention_options, v
 _NAMES = ("query", "key", "value")
 
 
-def lower_attention(graph: fx.Graph) -> int:
+def bfloat16_attention(graph: fx.Graph) -> int:
     """Convert in place; how many attentions were."""
     if any(node.target is torch._C._set_grad_enabled for node in graph.nodes):
         return 0

@@ -30,7 +30,7 @@ from acm_compiler.passes.lower.acm_nodes import (
     put_reshape,
     value_of,
 )
-from acm_compiler.passes.lower.fuse_norm import norm_at
+from acm_compiler.passes.lower.fold_norm import norm_at
 
 FEW_TOKENS = 256
 SMALL_HEAD = 1024

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, Gate, Learners
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.passes.rewrite.dense_region import dense_linear
 from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.cost import macs_per_learner

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from acm_compiler.checkpoint.documents import restore_document
 from acm_compiler.checkpoint.load import read_folder
-from acm_compiler.errors import SitesNotFitted, UsageError
+from acm_compiler.errors import UsageError, require_fitted
 from acm_compiler.passes.rewrite.conversion import Conversion
 from acm_compiler.runtime.budgets import Setting, setting_of
 from acm_compiler.runtime.control import PHASES
@@ -73,10 +73,7 @@ class SavedBudgets:
         fixed k and for quantised layers outside of ACMs.
         """
         _, plan, budgets = read_folder(folder)
-        if unfitted := [site.name for site in plan.sites if site.state == "dense"]:
-            raise SitesNotFitted(
-                "learners were never fitted here", where=unfitted[0], fix="acm.calibrate(model, batches), then save it"
-            )
+        require_fitted([site.name for site in plan.sites if site.state == "dense"], "vLLM", where=folder)
         owner = Conversion(plan=plan)
         restore_document(owner, {}, budgets)
         if owner.rest:

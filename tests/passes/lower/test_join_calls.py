@@ -10,8 +10,8 @@ from torch import nn
 from acm_compiler.acm import ops
 from acm_compiler.acm.steps import STEPS, read_program
 from acm_compiler.passes.lower.acm_nodes import GATED, acm_nodes
+from acm_compiler.passes.lower.fold_norm import fold_norm
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
-from acm_compiler.passes.lower.fuse_norm import fold_norm
 from acm_compiler.passes.lower.fuse_residual import fuse_residual
 from acm_compiler.passes.lower.join_calls import join_calls
 from tests.helpers.build import acm_for, planned_site

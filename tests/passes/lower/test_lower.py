@@ -21,9 +21,9 @@ from acm_compiler.passes.lower.acm_nodes import (
     learners_nodes,
     value_of,
 )
-from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
+from acm_compiler.passes.lower.drop_stand_ins import drop_stand_ins
+from acm_compiler.passes.lower.fold_norm import fold_norm
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
-from acm_compiler.passes.lower.fuse_norm import fold_norm
 from acm_compiler.passes.lower.fuse_residual import fuse_residual
 from acm_compiler.passes.lower.merge_gates import merge_gates
 from acm_compiler.passes.lower.verify import verify

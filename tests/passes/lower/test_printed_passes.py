@@ -9,9 +9,9 @@ from torch import nn
 
 import acm_compiler as acm
 from acm_compiler.acm import ops
-from acm_compiler.passes.lower.drop_placeholders import drop_stand_ins
+from acm_compiler.passes.lower.drop_stand_ins import drop_stand_ins
+from acm_compiler.passes.lower.fold_norm import fold_norm
 from acm_compiler.passes.lower.fuse_gate import fuse_gate
-from acm_compiler.passes.lower.fuse_norm import fold_norm
 from acm_compiler.passes.lower.fuse_residual import fuse_residual
 from acm_compiler.passes.lower.merge_gates import merge_gates
 from tests.helpers import golden

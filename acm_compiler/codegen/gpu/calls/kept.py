@@ -29,7 +29,7 @@ class _Kept:
     def __init__(self, weights: Sequence[Tensor | None]) -> None:
         place = id(weights[0])
         self.owner = weakref.ref(weights[0], lambda _: _KEPT.pop(place, None))
-        self.addresses = _addresses(weights)
+        self.addresses = addresses_of(weights)
         self.plans: dict[Hashable, Any] = {}
 
 
@@ -39,7 +39,7 @@ _KEPT: dict[int, _Kept] = {}  # by the first weight
 def find_plan(weights: Sequence[Tensor | None], kind: Hashable) -> Any:
     """The plan that was kept for these very weights and that kind of call; None where there is none."""
     kept = _KEPT.get(id(weights[0]))
-    if kept is None or kept.owner() is not weights[0] or kept.addresses != _addresses(weights):
+    if kept is None or kept.owner() is not weights[0] or kept.addresses != addresses_of(weights):
         return None
     return kept.plans.get(kind)
 
@@ -49,14 +49,15 @@ def keep_plan(weights: Sequence[Tensor | None], kind: Hashable, plan: Any) -> No
     if not all(w is None or (w.is_contiguous() and not w.data_ptr() & ALIGNED) for w in weights):
         return
     kept = _KEPT.get(id(weights[0]))
-    if kept is None or kept.owner() is not weights[0] or kept.addresses != _addresses(weights):
+    if kept is None or kept.owner() is not weights[0] or kept.addresses != addresses_of(weights):
         kept = _KEPT[id(weights[0])] = _Kept(weights)
     if len(kept.plans) >= _MOST:
         kept.plans.clear()
     kept.plans[kind] = plan
 
 
-def _addresses(weights: Sequence[Tensor | None]) -> list[int]:
+def addresses_of(weights: Sequence[Tensor | None]) -> list[int]:
+    """The addresses of these tensors, 0 for absent ones."""
     return [0 if w is None else w.data_ptr() for w in weights]
 
 

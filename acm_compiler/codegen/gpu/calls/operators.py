@@ -19,14 +19,14 @@ from acm_compiler.acm.arguments import (
     GateWeights,
     LearnersArguments,
     LearnerWeights,
+    Weights,
     part,
 )
+from acm_compiler.acm.check_arguments import require_gate, require_learners
 from acm_compiler.acm.gated_learners import gate_call, run_apart
-from acm_compiler.acm.operands import require_gate, require_learners
 from acm_compiler.acm.ops import GATE_REFERENCE, LIBRARY, REFERENCE
-from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen import gpu
-from acm_compiler.codegen.compare import require_equal
+from acm_compiler.codegen.compare import checked
 from acm_compiler.codegen.gpu.calls.kept import find_plan, keep_plan, kind_of_k, kind_of_rows, rounding
 from acm_compiler.codegen.gpu.gate_plan import GatePlan
 from acm_compiler.codegen.gpu.launch import Plan, plan_of
@@ -36,11 +36,11 @@ from acm_compiler.codegen.gpu.spec import spec_of
 _WEIGHTS = len(LearnerWeights._fields)
 
 
-def register(*, checked: bool) -> None:
-    """Make these the implementations on CUDA devices. checked: outputs are compared with the reference's."""
-    torch.library.impl("acm::learners", "CUDA", _checked if checked else learners, lib=LIBRARY)
+def register(*, check: bool) -> None:
+    """Make these the implementations on CUDA devices. check: outputs are compared with the reference's."""
+    torch.library.impl("acm::learners", "CUDA", checked(learners) if check else learners, lib=LIBRARY)
     torch.library.impl("acm::gate", "CUDA", gate, lib=LIBRARY)
-    if not checked:
+    if not check:
         torch.library.impl("acm::gated_learners", "CUDA", gated_learners, lib=LIBRARY)
 
 
@@ -64,7 +64,7 @@ def _learners_first(call: LearnersArguments, form: str, act: str, kind: Hashable
         form=form, act=act, dtype=x.dtype, shape=shape, arch=machine.arch, is_quantized=call.s_in is not None
     )
     if reason is None:
-        weights = Weights(*part(LearnerWeights, call), act=act, form=form)
+        weights = Weights.of(call, form=form, act=act)
         with on_device_of(x), gpu.unless_unbuilt((form, act, x.dtype, shape)):  # kernels start on that device
             return _start_first(call, weights, kind=kind, machine=machine)
         reason = gpu.UNBUILT[form, act, x.dtype, shape]
@@ -178,8 +178,7 @@ def gated_learners(
 
 def aliases_of(weights: Weights) -> Weights:
     """The same memory by other tensors: a plan that held the weights themselves would keep their owner from going."""
-    tensors: Any = (None if tensor is None else tensor.detach() for tensor in weights.tensors)
-    return Weights(*tensors, act=weights.act, form=weights.form)
+    return weights.map(Tensor.detach)
 
 
 def aliases_of_gate(call: GateArguments) -> GateArguments:
@@ -193,10 +192,3 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
 
 
 _HERE = nullcontext()
-
-
-def _checked(x: Tensor, k: Tensor, w_in: Tensor, *tensors: Tensor | None, form: str, act: str) -> Tensor:
-    """The kernels' output after it was compared with the reference's (ACM_CHECK=1)."""
-    y = learners(x, k, w_in, *tensors, form=form, act=act)
-    require_equal(y, REFERENCE(x, k, w_in, *tensors, form=form, act=act), w_in)
-    return y

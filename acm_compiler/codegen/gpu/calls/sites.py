@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.context import is_nothing_open, is_plain_call
 from acm_compiler.acm.gradients.sorted_tokens import pays
 from acm_compiler.acm.intact import refuse_changed, refuse_idle
 from acm_compiler.acm.learners import OnlyK
 from acm_compiler.acm.ops import is_vector_call
-from acm_compiler.acm.reference import Weights, prefix_output
+from acm_compiler.acm.reference import prefix_output
 from acm_compiler.acm.tokens import is_one_each
-from acm_compiler.codegen.gpu.calls.kept import ALIGNED, find_plan, rounding
+from acm_compiler.codegen.gpu.calls.kept import ALIGNED, addresses_of, find_plan, rounding
 from acm_compiler.codegen.gpu.calls.operators import gate_kind, learners_kind, on_device_of
 from acm_compiler.codegen.gpu.calls.operators import learners as learn
 from acm_compiler.codegen.gpu.gradients.rule import differentiated
@@ -40,7 +41,7 @@ class _Site:
         number = id(acm)
         self.acm = weakref.ref(acm, lambda _: _SITES.pop(number, None))
         self.modules, self.parameters = _parts(acm)
-        self.addresses = _addresses(self.parameters)
+        self.addresses = addresses_of(self.parameters)
         self.plans: dict[Hashable, Any] = {}  # of gate and learners, or of one token's learners
         self.rule = acm.gate.rule, acm.cost
 
@@ -52,7 +53,7 @@ class _Site:
             and all(map(is_, modules, self.modules))
             and len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
-            and self.addresses == _addresses(parameters)
+            and self.addresses == addresses_of(parameters)
             and self.rule == (modules[0].rule, acm.cost)
         )
 
@@ -204,10 +205,6 @@ def _parts(acm: ACM) -> tuple[tuple[Any, ...], list[Tensor | None]]:
     inner, outer = layers["inner"], layers["outer"]
     parts: tuple[nn.Module, ...] = gate, learners, inner, outer
     return parts, [tensor for part in parts[1:] for tensor in part.__dict__["_parameters"].values()]
-
-
-def _addresses(parameters: list[Tensor | None]) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in parameters]
 
 
 def _scalars(acm: ACM, is_decode: bool) -> tuple[Tensor, Tensor, Tensor]:

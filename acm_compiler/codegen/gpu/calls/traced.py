@@ -17,10 +17,9 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, part
+from acm_compiler.acm.arguments import GateArguments, GatedArguments, LearnersArguments, LearnerWeights, Weights, part
 from acm_compiler.acm.gated_learners import GATED, gate_call
 from acm_compiler.acm.ops import GATE, LEARNERS, LIBRARY
-from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu.dispatch import Histogram
 from acm_compiler.codegen.gpu.gate_plan import Choice, GatePlan
@@ -67,7 +66,7 @@ def _exports() -> bool:
 def learners(*tensors: Any, form: str, act: str) -> Tensor | None:
     """Launches of `acm::learners`."""
     call = LearnersArguments(*tensors)
-    weights = Weights(*part(LearnerWeights, call), act=act, form=form)
+    weights = Weights.of(call, form=form, act=act)
     return _launched(call, weights, None) if _can_launch(call, weights) else None
 
 
@@ -80,7 +79,7 @@ def _gated(
     *tensors: Any, form: str, act: str, norm_eps: float | None = None, norm_centred: bool = True, **choices: Any
 ) -> Tensor | None:
     call = GatedArguments(*tensors)
-    weights = Weights(*part(LearnerWeights, call), act=act, form=form)
+    weights = Weights.of(call, form=form, act=act)
     # first of all learners: a gate by itself would leave launches behind
     if norm_eps is not None or not _can_launch(call, weights):
         return None
@@ -116,7 +115,7 @@ def _can_launch(call: LearnersArguments | GatedArguments, weights: Weights) -> b
         return False
 
     def build() -> None:
-        own = Weights(*map(empty, weights.tensors), act=weights.act, form=weights.form)
+        own = weights.map(empty)
         row = empty(x, 1)
         k, beside = row.new_zeros(1, dtype=torch.int32), None if call.residual is None else empty(call.residual, 1)
         plan_of(spec, own, machine, x.shape[0])(row, k, beside)
@@ -180,9 +179,7 @@ def stays_whole(spec: KernelSpec, x: Tensor) -> bool:
     return choose_tiles(spec, machine.arch, tokens, machine.processors, turns=machine.turns).layer1.turns
 
 
-def empty(tensor: Any, rows: int | None = None) -> Any:
+def empty(tensor: Tensor, rows: int | None = None) -> Tensor:
     """A tensor of that shape (or so many rows), type and device with memory, which traced ones do not have."""
-    if tensor is None:
-        return None
     shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
     return torch.empty(tuple(shape), dtype=tensor.dtype, device=tensor.device)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acm_compiler.acm.reference import Weights
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.codegen.gpu.activation import INTERPRETED
 from acm_compiler.codegen.gpu.calls.kept import ALIGNED, kind_of_k, kind_of_rows, rounding
 from acm_compiler.codegen.gpu.dispatch import Order, Rows, Sort

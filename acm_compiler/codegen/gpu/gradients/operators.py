@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
+from acm_compiler.acm.arguments import LearnersArguments, Weights
+from acm_compiler.acm.check_arguments import require_learners
 from acm_compiler.acm.gradients import operators as plain
 from acm_compiler.acm.gradients.sorted_tokens import chosen
-from acm_compiler.acm.operands import require_learners
 from acm_compiler.acm.ops import LIBRARY
-from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen import gpu
 from acm_compiler.codegen.gpu.calls.operators import on_device_of
 from acm_compiler.codegen.gpu.dispatch import Order
@@ -32,7 +31,7 @@ def learners_backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str
     call = LearnersArguments(x, k, *tensors)
     require_learners(call, form=form)
     names = ["x", *plain.learned(call)]
-    found = kernels_gradients(dy, x, k, Weights(*part(LearnerWeights, call), act=act, form=form), set(names))
+    found = kernels_gradients(dy, x, k, Weights.of(call, form=form, act=act), set(names))
     if found is None:
         return plain.backward(dy, x, k, *tensors, form=form, act=act)
     found["residual"] = dy

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.arguments import LearnerWeights
+from acm_compiler.acm.arguments import LearnerWeights, Weights
 from acm_compiler.acm.gradients import operators as plain
 from acm_compiler.acm.gradients.sorted_tokens import chosen
 from acm_compiler.acm.ops import DIFFERENTIATED, Differentiated
-from acm_compiler.acm.reference import Weights, relaxed_output, run_learners
+from acm_compiler.acm.reference import relaxed_output, run_learners
 from acm_compiler.codegen.gpu.calls import operators
 from acm_compiler.codegen.gpu.dispatch import Order
 from acm_compiler.codegen.gpu.gradients.operators import kernels_gradients

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, part
+from acm_compiler.acm.arguments import LearnersArguments, LearnerWeights, Weights
 from acm_compiler.acm.gradients.operators import LEARNERS_BACKWARD, RELAXED, RELAXED_BACKWARD, learned
 from acm_compiler.acm.gradients.sorted_tokens import chosen
-from acm_compiler.acm.reference import Weights
 from acm_compiler.codegen.gpu.calls.traced import (
     builds,
     decompose,
@@ -42,7 +41,7 @@ def _relaxed(
 
 def _learners_backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: str) -> list[Tensor] | None:
     call = LearnersArguments(x, k, *tensors)
-    weights, names = Weights(*part(LearnerWeights, call), act=act, form=form), ["x", *learned(call)]
+    weights, names = Weights.of(call, form=form, act=act), ["x", *learned(call)]
     found = _launched(dy, x, k, weights, set(names), None)
     if found is None:
         return None
@@ -78,7 +77,7 @@ def _launched(
         return None
 
     def build() -> None:
-        own = Weights(*map(empty, weights.tensors), act=weights.act, form=weights.form)
+        own = weights.map(empty)
         row, of_y = empty(x, 1), empty(dy, 1)
         plan = BackwardPlan(spec, machine, bucket_of(x.shape[0]), every=every)
         plan(of_y, row, row.new_zeros(1, dtype=torch.int32), own, wanted, None)

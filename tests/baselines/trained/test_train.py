@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from acm_compiler.baselines.methods import METHODS
+from acm_compiler.baselines.choose_methods import METHODS
 from acm_compiler.baselines.trained import experts, train
 from acm_compiler.baselines.trained.train import state_path
 from acm_compiler.errors import RunInterrupted, StorageError

@@ -1,4 +1,4 @@
-"""Operands of the ACM operators that do not fit each other, refused before a kernel reads past the end of one."""
+"""Arguments of the ACM operators that do not fit each other, refused before a kernel reads past the end of one."""
 
 from __future__ import annotations
 

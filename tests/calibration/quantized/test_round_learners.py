@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.quantized import integers
-from acm_compiler.acm.reference import Weights, prefix_output, run_learners
+from acm_compiler.acm.reference import prefix_output, run_learners
 from acm_compiler.calibration.quantized.inputs import Inputs
-from acm_compiler.calibration.quantized.learners import rounded_learners
+from acm_compiler.calibration.quantized.round_learners import rounded_learners
 from tests.helpers.kernel_cases import FORMS, Case, to, weights_of
 
 EVEN = tuple(case for case in FORMS if case.width // case.heads % 2 == 0)

@@ -1,4 +1,4 @@
-"""Kernels that a backward starts."""
+"""Kernels that a backward starts, to be built without a GPU."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from acm_compiler.baselines.choose_methods import METHODS
 from acm_compiler.baselines.measure import measure
-from acm_compiler.baselines.methods import METHODS
 from acm_compiler.baselines.trained import early_exit, experts, halted_tokens, train
 from acm_compiler.baselines.trained.thin import ThinSites
 from acm_compiler.progress import Progress

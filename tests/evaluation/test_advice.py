@@ -49,7 +49,7 @@ def test_sites_left_out_of_a_class_are_counted_alone():
 
 @pytest.mark.parametrize("words", [["--json"], []])
 def test_acmc_plan_prints_the_advice(words):
-    result = CliRunner().invoke(app, ["plan", "python:tests.reporting.test_advice:block", "--sites", "mlp", *words])
+    result = CliRunner().invoke(app, ["plan", "python:tests.evaluation.test_advice:block", "--sites", "mlp", *words])
     assert result.exit_code == 0, result.output
     if words:
         (advice,) = json.loads(result.stdout)["advice"]
@@ -60,7 +60,7 @@ def test_acmc_plan_prints_the_advice(words):
 
 def test_sites_are_included_and_excluded_from_the_command_line_as_in_python():
     words = ["--sites", "mlp,attn", "--include", "re:(q|o){1,2}$,*.k", "--exclude", "attn.q"]
-    result = CliRunner().invoke(app, ["plan", "python:tests.reporting.test_advice:block", *words, "--json"])
+    result = CliRunner().invoke(app, ["plan", "python:tests.evaluation.test_advice:block", *words, "--json"])
     assert result.exit_code == 0, result.output
     found = [site["name"] for site in json.loads(result.stdout)["sites"]]
     made = acm.plan(*block(), include=("re:(q|o){1,2}$", "*.k"), exclude="attn.q")
@@ -70,7 +70,7 @@ def test_sites_are_included_and_excluded_from_the_command_line_as_in_python():
 
 @pytest.mark.parametrize("option", ["--include", "--exclude"])
 def test_a_pattern_that_matches_nothing_is_refused_wherever_it_stands(option):
-    result = CliRunner().invoke(app, ["plan", "python:tests.reporting.test_advice:block", option, "blocks.7"])
+    result = CliRunner().invoke(app, ["plan", "python:tests.evaluation.test_advice:block", option, "blocks.7"])
     assert result.exit_code == 2 and "no site matches 'blocks.7'" in result.stderr and "nearest: " in result.stderr
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from acm_compiler.baselines.learners import Converted, Shuffled, Static
+from acm_compiler.baselines.acms import Converted, Shuffled, Static
 from acm_compiler.baselines.low_rank import LowRank
 from acm_compiler.baselines.merged_tokens import ToMe
 from acm_compiler.baselines.method import Method

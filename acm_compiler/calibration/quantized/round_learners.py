@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.precision import float64_device
 from acm_compiler.acm.quantized import int4, integers
 from acm_compiler.acm.quantized.int4 import Grids
-from acm_compiler.acm.reference import Weights, hidden, prefix_output
+from acm_compiler.acm.reference import hidden, prefix_output
 from acm_compiler.calibration.linear_algebra import solve
 from acm_compiler.calibration.moments import Moments
 from acm_compiler.calibration.quantized.inputs import Inputs

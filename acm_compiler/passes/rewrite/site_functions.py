@@ -96,7 +96,8 @@ def _functions(module: nn.Module, numbers: set[float], *, drops: bool) -> Iterat
     if _is_function(module) and (drops or not _is_dropout(module)):
         yield "", _module_text(module)
     for name, value in vars(module).items():
-        if isinstance(value, _FUNCTIONS) and name != "forward":
+        # what others put on modules, as for checkpoints of activations, is theirs
+        if isinstance(value, _FUNCTIONS) and name != "forward" and not name.startswith("_"):
             yield name, _function_text(value)
         elif own and isinstance(value, str) and (value in NAMES or hasattr(torch.nn.functional, value)):
             yield name, value

@@ -128,6 +128,9 @@ def test_what_changes_no_output_is_the_same_model():
     without = _Around(_Whole(nn.ReLU()))
     without.inner.drop = nn.Identity()
     acm.rewrite(without, plan)
+    hooked = _Around(_Whole(nn.ReLU()))
+    hooked.inner._checkpointing = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    acm.rewrite(hooked, plan)
     plan = acm.plan(_Block(functools.partial(_scaled, object())).eval(), x)
     acm.rewrite(_Block(functools.partial(_scaled, object())), plan)
 

@@ -237,6 +237,7 @@ def open_saved_run(
     place = asked or find_device(recipe.run.device if recipe else "auto")
     if recipe is not None and not allow_code:
         _refuse_code(directory, recipe, given)
+    saved_conversion(directory)  # before the dense model is built
     dense, no_dense = _dense(recipe, given, allow_code)
     model = load(directory, base_model=dense, allow_code=allow_code)
     if dense is not None and any(acm.dense is None for acm in sites(model).values()):
@@ -254,12 +255,14 @@ def open_saved_run(
 def saved_recipe(directory: Path) -> Recipe | None:
     """The recipe of the model saved in `directory`, None where it was saved without.
 
-    UsageError without a folder, StorageError for one that holds no saved model.
+    UsageError without a folder, StorageError for one that holds neither a recipe nor a saved model.
     """
     refuse_missing(directory)
-    saved_conversion(directory)
     file = directory / "recipe.yaml"
-    return load_recipe(file) if file.is_file() else None
+    if file.is_file():
+        return load_recipe(file)
+    saved_conversion(directory)
+    return None
 
 
 def _refuse_code(directory: Path, recipe: Recipe, given: Given) -> None:

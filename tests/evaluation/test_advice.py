@@ -86,7 +86,7 @@ def test_a_pattern_that_matches_nothing_is_refused_wherever_it_stands(option):
 def test_a_recipes_pattern_that_matches_nothing_is_refused_at_its_place(tmp_path, rule, place, what):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
-        f"acm: 1\nname: small\nmodel: {{source: python, name: 'tests.reporting.test_advice:block'}}\nsites: [{rule}]\n"
+        f"acm: 1\nname: small\nmodel: {{source: python, name: 'tests.evaluation.test_advice:block'}}\nsites: [{rule}]\n"
     )
     result = CliRunner().invoke(app, ["plan", str(recipe)])
     assert result.exit_code == 2 and f"r.yaml:{place}: {what}" in result.stderr, result.stderr

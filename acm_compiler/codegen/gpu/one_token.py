@@ -80,11 +80,12 @@ def one2_kernel(
 ):  # fmt: skip
     """y [D_OUT] = h W_out + b_out(k) + residual, NaN for a k that does not exist; BN outputs for each program."""
     k_here = tl.load(k_of).to(tl.int32)
-    exists = (k_here >= 0) & (k_here <= N)
-    length = tl.where(exists, k_here, 0) * H
+    length = tl.where((k_here >= 0) & (k_here <= N), k_here, 0) * H
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     real = columns < D_OUT
-    beside = tl.load(b_out + k_here * D_OUT + columns, mask=real & exists, other=float("nan")).to(tl.float32)
+    k_all = k_here + tl.zeros((BN,), tl.int32)  # Triton 3.9's interpreter takes no scalar in a mask
+    at = b_out + k_here * D_OUT + columns
+    beside = tl.load(at, mask=real & (k_all >= 0) & (k_all <= N), other=float("nan")).to(tl.float32)
     if RESIDUAL:
         beside += tl.load(residual + columns, mask=real, other=0.0).to(tl.float32)
     w_at = row_pointers(w_out, tl.minimum(columns, D_OUT - 1), N * H, BK)

@@ -20,7 +20,7 @@ BULK_COPY_BYTES = 16
 """Alignment of addresses and rows that tensor descriptors need."""
 _WGMMA_ROWS = 64
 _FENCED = (3, 7)
-_GLUON = (3, 6), (3, 8)
+_GLUON = (3, 6), (3, 9)
 _WITH_WGMMA = 90
 _SUMMED = 256  # columns of a token that one program adds up
 _SORTED_ONLY = ("GATHER", "X_DESC", "W_DESC", "TURNED", "GROUP", "FLAT")

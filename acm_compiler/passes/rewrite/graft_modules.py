@@ -177,9 +177,12 @@ def warn_of_hooks(module: nn.Module, site: str) -> None:
 
 def _stops_gradients(module: nn.Module) -> bool:
     """True if the forward of the module's class is, or opens, a block without gradients."""
-    code = getattr(type(module).forward, "__code__", None)
-    # what torch.no_grad and its like make of a function that they decorate
-    return code is not None and (code.co_name == "decorate_context" or not _NO_GRADIENTS.isdisjoint(code.co_names))
+    forward = type(module).forward
+    if (code := getattr(forward, "__code__", None)) is None:
+        return False
+    # torch.no_grad as a decorator keeps a method of itself among its function's variables
+    owners = (getattr(cell.cell_contents, "__self__", None) for cell in forward.__closure__ or ())
+    return not _NO_GRADIENTS.isdisjoint({*code.co_names, *(type(owner).__name__ for owner in owners)})
 
 
 Tensors = Mapping[str, Tensor]

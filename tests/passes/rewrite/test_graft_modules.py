@@ -147,6 +147,14 @@ def test_a_forward_without_gradients_is_named(inner):
         acm.rewrite(model, plan)
 
 
+def test_a_forward_with_gradients_is_not():
+    class Enabled(models.Mlp):
+        forward = torch.enable_grad()(models.Mlp.forward)
+
+    model, _, plan = planned(stacked(models.Residual(Enabled())))
+    acm.rewrite(model, plan)
+
+
 # T
 
 

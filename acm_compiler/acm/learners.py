@@ -101,7 +101,7 @@ class Learners(nn.Module):
         """The form of the weights: int8 or int4, the name of another library's tensors, None for floats."""
         return integers.kind_of(held(integers.WEIGHTS, self))
 
-    def can_be(self, to: integers.To) -> bool:
+    def can_quantize(self, to: integers.To) -> bool:
         """True if the weights can be of this type: of 4 bits two values of a row share a byte."""
         rows = (self.w_in.shape[-1], *([] if self.w_out is None else [self.w_in.shape[1]]))
         return to != "int4" or not any(length % 2 for length in rows)

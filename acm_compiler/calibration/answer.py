@@ -38,10 +38,13 @@ def default_answer(output: Any, mask_BS: Tensor | None = None) -> list[Tensor]:
     `BertForPreTraining`'s `prediction_logits` do; those of pixels, whose classes may be any axis, are left as they are.
     Minus infinity, or the type's lowest number, stands for what a model never predicts: it counts for nothing.
     """
-    return [tensor if (never := _never(tensor)) is None else tensor.masked_fill(never, 0) for tensor in _parts(output)]
+    return [
+        tensor if (masked := _masked_places(tensor)) is None else tensor.masked_fill(masked, 0)
+        for tensor in _parts(output)
+    ]
 
 
-def _never(tensor: Tensor) -> Tensor | None:
+def _masked_places(tensor: Tensor) -> Tensor | None:
     """The places of minus infinity and of the type's lowest number; None, and no second tensor, without any."""
     lowest = torch.finfo(tensor.dtype).min
     return tensor.detach() <= lowest if tensor.numel() and float(tensor.detach().amin()) <= lowest else None
@@ -64,10 +67,10 @@ def _judged(tensor: Tensor, name: str) -> Tensor:
         return tensor
     if tensor.dim() == 3:
         return root_probabilities(tensor)
-    if (never := _never(tensor)) is None:
+    if (masked := _masked_places(tensor)) is None:
         return tensor - tensor.mean(-1, keepdim=True)
-    known, count = tensor.masked_fill(never, 0), (~never).sum(-1, keepdim=True).clamp_min(1)
-    return (known - known.sum(-1, keepdim=True) / count).masked_fill(never, 0)
+    known, count = tensor.masked_fill(masked, 0), (~masked).sum(-1, keepdim=True).clamp_min(1)
+    return (known - known.sum(-1, keepdim=True) / count).masked_fill(masked, 0)
 
 
 def root_probabilities(logits_BSV: Tensor, mask_BS: Tensor | None = None) -> Tensor:

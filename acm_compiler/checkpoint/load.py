@@ -261,7 +261,7 @@ def _check_structure(base: nn.Module, saved: _Saved, *, what: str, fix: str) -> 
 def _give_values(model: nn.Module, saved: _Saved) -> None:
     if (to := saved.budgets.get("quantized")) is not None:
         for acm in sites(model).values():
-            if acm.learners.can_be(to):
+            if acm.learners.can_quantize(to):
                 acm.learners.quantize(to)  # what it holds is of the right kind then, and about to be replaced
         replace_linears(model, saved.rest, to)
     fill(model, saved.stored, where=str(saved.folder / WEIGHTS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from acm_compiler.errors import UsageError
 from acm_compiler.files import check_room
 from acm_compiler.progress import Progress
 from acm_compiler.recipe.phases import FinetunePhase
-from acm_compiler.sources.inputs import call_model, in_mode
+from acm_compiler.sources.inputs import ForwardEnded, call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.training.answers import AnswerStore, digests_of, model_digest
 from acm_compiler.training.machine import Machine
@@ -134,12 +134,15 @@ class KeptAnswers:
         teacher = self.teacher
         if self.head is None:
             return teacher.task.answer(teacher.run(batch), teacher.task.mask(batch))
-        with self.head.register_forward_pre_hook(_stop):
-            try:
-                teacher.run(batch)
-            except _HeadReached as reached:
-                return reached.input.to(teacher.machine.dtype or reached.input.dtype)
-        raise UsageError("the original did not run its head, which it ran for other examples", where="finetune")
+        asked: list[Tensor] = []
+
+        def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+            asked.append(args[0])
+            raise ForwardEnded  # nobody reads the head's product of all tokens and words
+
+        with self.head.register_forward_pre_hook(note), suppress(ForwardEnded):
+            teacher.run(batch)
+        return asked[0].to(teacher.machine.dtype or asked[0].dtype)
 
     def _rows(self, answer: Tensor, mask: Tensor | None) -> list[Tensor]:
         """The rows [R, D] of each example, without padding."""
@@ -167,18 +170,6 @@ class KeptAnswers:
         self.directory.mkdir(parents=True, exist_ok=True)
         what = f"the answers of the original to {examples:,} examples do not fit on the disk"
         check_room(self.directory, need, what, instead="leave cache_answers out, or train on fewer examples")
-
-
-class _HeadReached(Exception):
-    """Ends a forward at its head, whose product of all tokens and words nobody reads."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.input = value
-
-
-def _stop(_: nn.Module, args: tuple[Any, ...]) -> None:
-    raise _HeadReached(args[0])
 
 
 def _on(batches: Iterator[Batch], machine: Machine) -> Iterator[Batch]:

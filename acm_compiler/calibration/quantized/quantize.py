@@ -128,7 +128,7 @@ def _rounded(
         made: dict[str, Weights] = {}
         for name in list(inputs):
             site = found.acms.get(name)
-            if site is not None and not site.learners.can_be("int4"):
+            if site is not None and not site.learners.can_quantize("int4"):
                 continue
             weights = one_learner_of(linears[name]) if site is None else site.learners.weights()
             made[name] = rounded_learners(weights, inputs.pop(name))
@@ -139,7 +139,7 @@ def _rounded(
 
 def _able(found: Rewritten, to: To) -> dict[str, ACM]:
     """The ACMs whose learners can be of this type; the log names others. UsageError where there are none."""
-    able = {name: acm for name, acm in found.acms.items() if acm.learners.can_be(to)}
+    able = {name: acm for name, acm in found.acms.items() if acm.learners.can_quantize(to)}
     odd = [name for name in found.acms if name not in able]
     if not able:
         raise UsageError(

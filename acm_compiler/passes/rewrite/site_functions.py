@@ -52,21 +52,23 @@ def check_functions(sites: Iterable[PlannedSite], model: nn.Module, tensors: Map
     Plans that were written before they said so are taken to fit.
     """
     for site in sites:
-        found = functions_of(model, site, tensors) if site.functions else {}
-        for path in site.functions.keys() | found.keys() if site.functions else ():
-            if found.get(path) != site.functions.get(path):
+        if not (expected := site.functions):
+            continue
+        found = functions_of(model, site, tensors)
+        for path in sorted(expected.keys() | found.keys()):
+            if found.get(path) != expected.get(path):
                 raise PlanMismatch(
                     f"the plan, whose activation is {site.act} here, was made for a model that computes something else",
                     where=site.name,
                     found=f"{path}: {found.get(path, 'nothing')}",
-                    expected=site.functions.get(path, "nothing"),
+                    expected=expected.get(path, "nothing"),
                     fix="plan again: acm.plan(model, example_inputs)",
                 )
 
 
 def _parts(model: nn.Module, site: Site) -> dict[str, nn.Module]:
     """The modules that a graft takes the place of, with all inside them; else those around functions between them."""
-    modules = {name: module for name, module in model.named_modules(remove_duplicate=False)}
+    modules = dict(model.named_modules(remove_duplicate=False))
     grafted = site.graft.modules
     if site.graft.kind in ("W", "T"):
         inside = (name for name in modules if any(f"{name}.".startswith(f"{g}.") for g in grafted))

@@ -122,7 +122,7 @@ def _built(site: PlannedSite, saved: SavedBudgets, like: Tensor, unit: float) ->
     stashed = site.graft.kind == "S" and site.last is not None
     acm: Any = build_acm(site, like=like, unit=unit, cls=ServedStash if stashed else ServedACM)
     acm.gate.rule, acm.conversion = saved.rules.get(site.name, acm.gate.rule), saved.owner
-    if saved.owner.quantized and acm.learners.can_be(saved.owner.quantized):
+    if saved.owner.quantized and acm.learners.can_quantize(saved.owner.quantized):
         acm.learners.quantize(saved.owner.quantized)  # what it holds is of the right kind then
     acm.requires_grad_(False)
     most = highest_k(acm.count, saved.owner.cap)

@@ -1,63 +1,80 @@
-"""Folders of images, one folder per class; transforms that recipes name; mixup and cutmix of batches."""
+"""Images with classes, in folders or as torchvision reads them; transforms that recipes name; mixup and cutmix."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
+from torchvision.datasets import ImageFolder, VisionDataset
 from torchvision.transforms import InterpolationMode, v2
 
 from acm_compiler.data.batch import Batch
-from acm_compiler.errors import DataError
-
-if TYPE_CHECKING:
-    from acm_compiler.recipe.datasets import ImageFolderData
-
+from acm_compiler.errors import DataError, UsageError
+from acm_compiler.recipe.datasets import PictureData, TorchvisionData
+from acm_compiler.sources.from_python import PREFIX, call_function
 
 Size = tuple[int, int]
 _BLUR_SIGMA = (0.1, 2.0)
 _CROP_MARGIN = 4
 
 
-class PictureFolder(Dataset[dict[str, Any]]):
-    """`image` float [3, H, W], standardised, and `label`, for every image below the root's class folders.
+class Pictures(Dataset[dict[str, Any]]):
+    """`image` float [3, H, W], standardised, and `label`, for every image of folders or of one of torchvision's sets.
 
-    DataError, with the path: a missing root, no class folder, a class without images, an unreadable image.
+    DataError, with the path: a missing root, no class folder, a class without images, an unreadable image. UsageError:
+    a class that torchvision lacks, or other arguments than it takes; FunctionFailed where it does not find its files.
     """
 
-    def __init__(self, config: ImageFolderData, size: Size) -> None:
-        root = Path(config.root)
-        if not root.is_dir():
-            raise DataError("the folder of images is missing", where=str(root), fix="check the recipe's root")
-        try:
-            self._folder = ImageFolder(str(root), loader=load_picture)
-        except PermissionError as error:
-            raise DataError(
-                "the folder of images cannot be read", where=str(root), found=error, fix="check its permissions"
-            ) from error
-        except FileNotFoundError as error:
-            raise DataError(
-                "the data set is empty: " + str(error).split("\n")[0],
-                where=str(root),
-                expected="one folder per class, each with at least one image (png, jpg, webp, …)",
-            ) from error
-        self.classes: list[str] = self._folder.classes
-        mixes = config.mixup > 0 or config.cutmix > 0
-        self.mix = Mix(mixup=config.mixup, cutmix=config.cutmix, classes=len(self.classes)) if mixes else None
+    def __init__(self, config: PictureData, size: Size) -> None:
+        self._source: Any = _torchvision(config) if isinstance(config, TorchvisionData) else _folders(Path(config.root))
+        self.classes: list[str] | None = getattr(self._source, "classes", None)
+        self.mix = None
+        if config.mixup > 0 or config.cutmix > 0:
+            if self.classes is None:
+                what = "mixup and cutmix need the number of classes, which this data set does not say"
+                raise UsageError(what, where=config.kind, fix="leave mixup and cutmix out")
+            self.mix = Mix(mixup=config.mixup, cutmix=config.cutmix, classes=len(self.classes))
         self._transform = picture_transform(config, size)
 
     def __len__(self) -> int:
-        return len(self._folder)
+        return len(self._source)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        picture, label = self._folder[index]
-        return {"image": self._transform(picture), "label": label}
+        picture, label = self._source[index]
+        return {"image": self._transform(picture.convert("RGB")), "label": int(label)}
+
+
+def _folders(root: Path) -> ImageFolder:
+    """Image files in one folder per class."""
+    if not root.is_dir():
+        raise DataError("the folder of images is missing", where=str(root), fix="check the recipe's root")
+    try:
+        return ImageFolder(str(root), loader=load_picture)
+    except PermissionError as error:
+        raise DataError(
+            "the folder of images cannot be read", where=str(root), found=error, fix="check its permissions"
+        ) from error
+    except FileNotFoundError as error:
+        raise DataError(
+            "the data set is empty: " + str(error).split("\n")[0],
+            where=str(root),
+            expected="one folder per class, each with at least one image (png, jpg, webp, …)",
+        ) from error
+
+
+def _torchvision(config: TorchvisionData) -> Any:
+    """A data set of torchvision's, whose examples are an image and the number of its class."""
+    reference = f"{PREFIX}torchvision.datasets:{config.name}"
+    source = call_function(reference, {"root": config.root, **config.args})
+    if not (isinstance(source, VisionDataset) and isinstance(source[0][1], int)):
+        what = "it must be a data set of images with one class each"
+        raise UsageError(what, where=reference, fix="name another class of torchvision.datasets")
+    return source
 
 
 def load_picture(path: str) -> Any:
@@ -78,7 +95,7 @@ def read_picture(file: str | BinaryIO, name: str) -> Any:
         ) from error
 
 
-def picture_transform(config: ImageFolderData, size: Size) -> Callable[[Any], Tensor]:
+def picture_transform(config: PictureData, size: Size) -> Callable[[Any], Tensor]:
     """From a PIL image to a standardised float tensor [3, *size], as `config` says; random where it augments.
 
     The config's own `image_size` goes before `size`.
@@ -96,16 +113,16 @@ def picture_transform(config: ImageFolderData, size: Size) -> Callable[[Any], Te
     )
 
 
-def _centre(config: ImageFolderData, size: Size) -> list[Any]:
+def _centre(config: PictureData, size: Size) -> list[Any]:
     return [_resize(config, round(max(size) / config.crop_ratio)), v2.CenterCrop(size)]
 
 
-def _resize_crop(config: ImageFolderData, size: Size) -> list[Any]:
+def _resize_crop(config: PictureData, size: Size) -> list[Any]:
     crop = v2.RandomResizedCrop(size, interpolation=InterpolationMode(config.interpolation), antialias=True)
     return [crop, v2.RandomHorizontalFlip()]
 
 
-def _three_augment(config: ImageFolderData, size: Size) -> list[Any]:
+def _three_augment(config: PictureData, size: Size) -> list[Any]:
     """DeiT III (Touvron et al., 2022): simple random crop, mirroring, one of three changes, colour jitter."""
     blur_side = 2 * round(3 * _BLUR_SIGMA[1]) + 1  # three sigma on either side
     return [
@@ -123,7 +140,7 @@ def _three_augment(config: ImageFolderData, size: Size) -> list[Any]:
     ]
 
 
-def _resize(config: ImageFolderData, shorter_side: int) -> Any:
+def _resize(config: PictureData, shorter_side: int) -> Any:
     return v2.Resize(shorter_side, interpolation=InterpolationMode(config.interpolation), antialias=True)
 
 

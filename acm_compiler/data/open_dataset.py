@@ -15,7 +15,7 @@ from acm_compiler.recipe.datasets import (
     ClutteredDigitsData,
     CommonVoiceData,
     DataConfig,
-    ImageFolderData,
+    PictureData,
     SpokenDigitsData,
     TextData,
     TextRowsData,
@@ -33,10 +33,10 @@ def open_dataset(config: DataConfig, *, image_size: Size | None = None) -> Datas
     """
     if isinstance(config, ClutteredDigitsData):
         return _canvases(config, image_size)
-    if isinstance(config, ImageFolderData):
-        from acm_compiler.data.images import PictureFolder  # torchvision takes seconds to import
+    if isinstance(config, PictureData):
+        from acm_compiler.data.images import Pictures  # torchvision takes seconds to import
 
-        return PictureFolder(config, image_size or (224, 224))
+        return Pictures(config, image_size or (224, 224))
     if isinstance(config, TextData):
         return TextSet(config)
     if isinstance(config, TextRowsData):

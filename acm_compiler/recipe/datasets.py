@@ -21,12 +21,12 @@ from acm_compiler.recipe.fields import (
 )
 
 
-class ImageFolderData(Section):
-    """Images in one folder per class, as torchvision's ImageFolder reads them."""
+class PictureData(Section):
+    """Images with classes, read from disk, and how they become a model's inputs."""
 
-    kind: Literal["imagefolder"]
+    kind: str
     root: PathText
-    """The folder that holds one folder per class."""
+    """The folder that holds one folder per class; of `kind: torchvision` the one that its class is given."""
     image_size: Count | None = None
     """Side of the square a model gets; unset: what `input.image` says, else what the model takes."""
     crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
@@ -45,6 +45,22 @@ class ImageFolderData(Section):
     """Alpha of mixup; 0 switches it off."""
     cutmix: NotNegative = 0.0
     """Alpha of cutmix; with mixup, each batch takes one of the two by chance."""
+
+
+class ImageFolderData(PictureData):
+    """Images in one folder per class, as torchvision's ImageFolder reads them."""
+
+    kind: Literal["imagefolder"]
+
+
+class TorchvisionData(PictureData):
+    """A data set of images with classes that torchvision reads, such as CIFAR100 or Flowers102, already on disk."""
+
+    kind: Literal["torchvision"]
+    name: str
+    """A class of torchvision.datasets, such as CIFAR100."""
+    args: Annotated[dict[str, Any], PathLike()] = Field(default_factory=dict)
+    """Keyword arguments of the class beside `root`; they say which part is read: {train: false}, {split: test}."""
 
 
 class ClutteredDigitsData(Section):
@@ -152,6 +168,7 @@ def kind_tag(value: Any) -> str | None:
 
 DataConfig = Annotated[
     Annotated[ImageFolderData, Tag("imagefolder")]
+    | Annotated[TorchvisionData, Tag("torchvision")]
     | Annotated[ClutteredDigitsData, Tag("cluttered_digits")]
     | Annotated[TextData, Tag("texts")]
     | Annotated[TextRowsData, Tag("text_rows")]
@@ -164,7 +181,7 @@ DataConfig = Annotated[
 
 def plain(config: DataConfig) -> DataConfig:
     """The same data without augmentation."""
-    if isinstance(config, ImageFolderData):
+    if isinstance(config, PictureData):
         return config.model_copy(update={"augment": "none", "mixup": 0.0, "cutmix": 0.0})
     return config
 

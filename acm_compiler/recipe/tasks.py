@@ -16,7 +16,7 @@ from acm_compiler.recipe.datasets import (
     CommonVoiceData,
     DataConfig,
     DataSection,
-    ImageFolderData,
+    PictureData,
     SpokenDigitsData,
     TextData,
     TextRowsData,
@@ -184,7 +184,7 @@ def fitting_classes(task: str, data: DataConfig | None = None) -> tuple[str, ...
     """The transformers classes whose models can serve a task on this data."""
     if task in _AUTO_CLASSES:
         return _AUTO_CLASSES[task]
-    if isinstance(data, (ImageFolderData, ClutteredDigitsData)):
+    if isinstance(data, (PictureData, ClutteredDigitsData)):
         return (PICTURES,)
     return (TEXTS,) if isinstance(data, (TextData, TextRowsData)) else (PICTURES, TEXTS, *_OTHER_CLASSIFIERS)
 
@@ -227,7 +227,7 @@ def _tasks_of(data: DataConfig) -> tuple[str, tuple[str, ...]]:
     """Content of a kind of data, and the tasks for that; nothing where a function of the user's decides."""
     if isinstance(data, (CommonVoiceData, SpokenDigitsData)):
         return "audio with transcripts", ("ctc",)
-    if isinstance(data, (ImageFolderData, ClutteredDigitsData)):
+    if isinstance(data, (PictureData, ClutteredDigitsData)):
         return "images with classes", ("classify",)
     if isinstance(data, (TextData, TextRowsData)):
         labelled = data.classes if isinstance(data, TextData) else data.label

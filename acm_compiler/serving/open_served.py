@@ -19,7 +19,7 @@ from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.passes.rewrite.revert import finalize
 from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe import Recipe, expand_paths
-from acm_compiler.recipe.datasets import DataConfig, ImageFolderData, TextData, TextRowsData
+from acm_compiler.recipe.datasets import DataConfig, ImageFolderData, PictureData, TextData, TextRowsData
 from acm_compiler.recipe.tasks import AUDIO_RATES, ClassifyTask, EmbedTask, TaskConfig
 from acm_compiler.runs.given import Given, parse_budgets
 from acm_compiler.runs.opened import saved_recipe
@@ -124,7 +124,7 @@ def _audio(config: Any, recipe: Recipe | None, data: DataConfig | None) -> Audio
 
 def _transform(data: DataConfig | None, size: tuple[int, int]) -> Callable[[Any], Tensor] | None:
     """The function from files to images, where the data are files."""
-    if not isinstance(data, ImageFolderData):
+    if not isinstance(data, PictureData):
         return None
     from acm_compiler.data.images import picture_transform
 

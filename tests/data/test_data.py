@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import random
 import struct
 import sys
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.datasets import CIFAR100
 
 from acm_compiler.data import Batch, BatchStream, open_dataset
 from acm_compiler.data import digits as canvas_set
 from acm_compiler.data.digits import CanvasSet
-from acm_compiler.errors import DataError, FunctionFailed, UsageError
-from acm_compiler.recipe.datasets import ClutteredDigitsData, ImageFolderData, PythonData
+from acm_compiler.errors import AcmError, DataError, FunctionFailed, UsageError
+from acm_compiler.recipe.datasets import ClutteredDigitsData, ImageFolderData, PythonData, TorchvisionData
 from acm_compiler.sources.from_python import call_function, find_function
 
 SIZE = (32, 32)
@@ -282,6 +285,64 @@ def test_a_tiff_that_says_where_its_pixels_are_in_words_is_told_by_its_path(tmp_
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"broken\.tiff"):
         folder(tmp_path)[0]
+
+
+def test_a_data_set_of_torchvisions_is_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 3, 32, 32), dtype=np.uint8)
+    contents = {
+        "meta": {"fine_label_names": ["apple", "whale"]},
+        "train": {"data": np.zeros((3, 3072), np.uint8), "fine_labels": [0, 0, 1]},
+        "test": {"data": pixels.reshape(2, 3072), "fine_labels": [1, 0]},
+    }
+    (tmp_path / "cifar-100-python").mkdir()
+    sums = {}
+    for name, content in contents.items():
+        written = pickle.dumps(content)
+        (tmp_path / "cifar-100-python" / name).write_bytes(written)
+        sums[name] = hashlib.md5(written).hexdigest()
+    monkeypatch.setattr(CIFAR100, "meta", {**CIFAR100.meta, "md5": sums["meta"]})
+    monkeypatch.setattr(CIFAR100, "train_list", [["train", sums["train"]]])
+    monkeypatch.setattr(CIFAR100, "test_list", [["test", sums["test"]]])
+    config = TorchvisionData(
+        kind="torchvision", name="CIFAR100", root=str(tmp_path), args={"train": False}, crop_ratio=1.0, mixup=0.8
+    )
+    dataset = open_dataset(config, image_size=(32, 32))
+    assert len(dataset) == 2 and dataset[0]["label"] == 1  # type: ignore[arg-type]
+    standardised = (torch.from_numpy(pixels[0]) / 255 - torch.tensor(config.mean)[:, None, None]) / torch.tensor(
+        config.std
+    )[:, None, None]
+    torch.testing.assert_close(dataset[0]["image"], standardised)
+    (batch,) = BatchStream(dataset=dataset, batch=2).epoch()
+    assert batch["label"].shape == (2, 2)  # mixed labels are shares of the classes
+    assert len(open_dataset(config.model_copy(update={"args": {}}))) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"name": "CIFAR1000"}, UsageError, "did you mean 'CIFAR100'"),
+        ({"args": {"split": "test"}}, UsageError, "unexpected keyword argument 'split'"),
+        ({}, FunctionFailed, "not found or corrupted"),
+        ({"name": "read_image"}, UsageError, "has no 'read_image'"),
+        ({"name": "wrap_dataset_for_transforms_v2"}, UsageError, "does not take the recipe's args"),
+    ],
+)
+def test_a_data_set_that_torchvision_cannot_read_is_refused(
+    tmp_path: Path, changes: dict[str, object], error: type[AcmError], said: str
+) -> None:
+    config = TorchvisionData(kind="torchvision", name="CIFAR100", root=str(tmp_path))
+    with pytest.raises(error, match=said):
+        open_dataset(config.model_copy(update=changes))
+
+
+def test_a_data_set_of_several_targets_is_refused(tmp_path: Path, pictures: Path) -> None:
+    (tmp_path / "eurosat").mkdir()
+    (tmp_path / "eurosat/2750").symlink_to(pictures)
+    config = TorchvisionData(kind="torchvision", name="EuroSAT", root=str(tmp_path))
+    assert open_dataset(config).classes == ["cat", "dog"]  # type: ignore[attr-defined]
+    config = config.model_copy(update={"args": {"target_transform": str}})
+    with pytest.raises(UsageError, match="one class each"):
+        open_dataset(config)
 
 
 def test_cluttered_digits_come_with_mask_and_source() -> None:

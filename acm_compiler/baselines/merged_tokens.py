@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from acm_compiler.baselines.method import BatchResult, Subject, macs_of_call, setting_within
-from acm_compiler.baselines.vit import OnVit, Steps, attend, block_macs, mlp_macs, sizes_of
+from acm_compiler.baselines.vit import OnVit, block_macs, mlp_macs, sizes_of
+from acm_compiler.baselines.vit_steps import steps_of
 from acm_compiler.data import Batch
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
@@ -28,7 +29,7 @@ _HALVINGS = 12  # for r: to a fraction of a token
 
 
 class ToMe(OnVit):
-    """Vision transformers of torchvision's class, with r set by the budget."""
+    """Vision transformers with r set by the budget."""
 
     title = "ToMe: tokens merged"
 
@@ -40,7 +41,7 @@ class ToMe(OnVit):
     @classmethod
     def floor(cls, model: nn.Module, plan: Plan) -> float:
         """Half of the tokens merged in every layer."""
-        blocks, _, _, tokens = sizes_of(model)
+        blocks, tokens = sizes_of(model).blocks, sizes_of(model).tokens
         saved, now = 0.0, tokens
         for _ in range(blocks):
             left = now - (now - 1) // 2
@@ -52,13 +53,12 @@ class ToMe(OnVit):
     @torch.no_grad()
     def convert(self, budgets: Sequence[float], say: Say) -> None:
         """Find the r of each budget: the least that costs no more."""
-        inputs = self.subject.task.inputs(next(iter(self.subject.fit())))
-        assert isinstance(inputs, Tensor)
-        dense, most = macs_of_call(self.subject.dense, inputs[:1]), sizes_of(self.subject.dense)[3] / 2
+        image = self.image(next(iter(self.subject.fit())))[:1]
+        dense, most = macs_of_call(self.subject.dense, image), sizes_of(self.subject.dense).tokens / 2
 
         def cost(rate: float) -> float:
             self.model.rate = rate
-            return macs_of_call(self.model, inputs[:1])
+            return macs_of_call(self.model, image)
 
         for budget in budgets:
             rate = setting_within(cost, budget * dense, cheap=most, dear=0.0, halvings=_HALVINGS) if budget < 1 else 0.0
@@ -68,31 +68,32 @@ class ToMe(OnVit):
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward; all images cost the same."""
         self.model.rate, macs = self.settings[budget]
-        score_B = self.score(call_model(self.model, self.subject.task.inputs(batch)), batch)
+        score_B = self.score(call_model(self.model, self.image(batch)), batch)
         return BatchResult(score_B, torch.full((len(score_B),), float(macs), dtype=torch.float64))
 
 
-class MergingTransformer(Steps):
+class MergingTransformer(nn.Module):
     """A vision transformer's own modules, with `rate` tokens merged in every block."""
 
     def __init__(self, vit: nn.Module) -> None:
-        super().__init__(vit)
+        super().__init__()
+        self.steps = steps_of(vit)
         self.rate = 0.0
 
     def forward(self, image: Tensor) -> Tensor:
         """Logits [B, classes]."""
-        x_BSD = self.embed(image)
+        x_BSD = self.steps.embed(image)
         size_BS = x_BSD.new_ones(x_BSD.shape[:2])
-        for place, block in enumerate(self.blocks):
+        for place, block in enumerate(self.steps.blocks):
             merged = int((place + 1) * self.rate + 1e-9) - int(place * self.rate + 1e-9)
             x_BSD, size_BS = self._block(block, x_BSD, size_BS, merged)
-        return self.head(x_BSD[:, 0])
+        return self.steps.head(x_BSD[:, 0])
 
     def _block(self, block: nn.Module, x_BSD: Tensor, size_BS: Tensor, merged: int) -> tuple[Tensor, Tensor]:
         in_proportion = size_BS.log()[:, None, None, :]
-        attended, keys_BSD = attend(block.self_attention, block.ln_1(x_BSD), in_proportion)  # type: ignore
+        attended, keys_BSD = self.steps.attend(block, x_BSD, in_proportion)
         x_BSD, size_BS = merge(x_BSD + attended, size_BS, keys_BSD, min(merged, (x_BSD.shape[1] - 1) // 2))
-        return x_BSD + block.mlp(block.ln_2(x_BSD)), size_BS  # type: ignore[operator]
+        return x_BSD + self.steps.transform(block, x_BSD), size_BS
 
 
 def merge(x_BSD: Tensor, size_BS: Tensor, keys_BSD: Tensor, merged: int) -> tuple[Tensor, Tensor]:

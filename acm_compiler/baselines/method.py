@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -22,6 +22,8 @@ from acm_compiler.runtime.count_dense_work import kept_work_watched
 from acm_compiler.sources.inputs import Inputs, call_model
 from acm_compiler.tasks import Task
 from acm_compiler.training.phase import Job
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +96,29 @@ class Method(ABC):
         return self.subject.task.score(output, batch).cpu()
 
 
+class _Call(nn.Module):
+    """A call of something that is no module."""
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def works_of(run: Callable[[], T]) -> tuple[list[Work], T]:
+    """All work that `run` does, counted as it runs, and what it returns."""
+    works: list[Work] = []
+
+    def add(found: Mapping[Any, list[Work]]) -> None:
+        works.extend(work for part in found.values() for work in part)
+
+    call = _Call()
+    with kept_work_watched(call, add, side=lambda: None, when=lambda: True):
+        returned = call(run)
+    return works, returned
+
+
 def macs_of_call(model: nn.Module, inputs: Inputs) -> int:
     """All multiply-adds of one call, counted as it runs."""
-    total = 0
-
-    def add(works: Mapping[Any, list[Work]]) -> None:
-        nonlocal total
-        total += sum(work.macs for part in works.values() for work in part)
-
-    with kept_work_watched(model, add, side=lambda: None, when=lambda: True):
-        call_model(model, inputs)
-    return total
+    return sum(work.macs for work in works_of(lambda: call_model(model, inputs))[0])
 
 
 def setting_within(cost: Callable[[float], float], most: float, *, cheap: float, dear: float, halvings: int) -> float:

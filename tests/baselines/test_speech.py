@@ -13,7 +13,7 @@ from acm_compiler.baselines.choose_methods import METHODS, choose
 from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.baselines.trained import experts
-from acm_compiler.baselines.trained.blocks import SpeechBlocks
+from acm_compiler.baselines.trained.block_kinds import SpeechBlocks
 from acm_compiler.baselines.trained.early_exit import Exits
 from acm_compiler.data.loading import BatchStream
 from acm_compiler.recipe.schema import RunConfig
@@ -105,11 +105,11 @@ def test_a_model_run_a_block_at_a_time_answers_and_costs_as_the_whole(speech, po
     with torch.no_grad():
         tokens = steps.embed(batch, speech.task)
         for place in range(len(steps.blocks)):
-            tokens = dataclasses.replace(tokens, x_BSD=steps.block(place, tokens))
-        found, wanted = steps.answer(tokens.x_BSD), dense(**speech.task.inputs(batch)).logits
+            tokens = steps.advance(place, tokens)
+        found, wanted = steps.answer(tokens), dense(**speech.task.inputs(batch)).logits
     torch.testing.assert_close(found, wanted)
     method = METHODS["ztw"](subject)
-    method.exits = Exits(len(steps.blocks), steps.seen, found.shape[-1])
+    method.exits = Exits(len(steps.blocks), tokens.x_BSD.shape[-1], found.shape[-1])
     costs, whole = method._exits(batch)[1], Dense(subject).run(batch, 1.0).macs_B
     torch.testing.assert_close(costs[:, -1], whole)
     assert (costs[:, :-1].diff(dim=1) > 0).all() and (costs[:, 0] < whole).all()
@@ -119,11 +119,12 @@ def test_a_model_run_a_block_at_a_time_answers_and_costs_as_the_whole(speech, po
 def test_clips_leave_early_where_the_mean_frame_is_sure_and_keep_their_own_answers(speech):
     torch.manual_seed(0)
     method, batch = METHODS["ztw"](speech), next(speech.held_out())
-    method.exits = Exits(len(method.steps.blocks), method.steps.seen, 30)
+    method.exits = Exits(len(method.steps.blocks), 32, 30)
     with torch.no_grad():
-        tokens = method.steps.embed(batch, speech.task)
-        sure = method.steps.confidence(method._logits(tokens)[0], tokens)
-        wanted = [method.exits.together(place, method._logits(tokens)[: place + 1]) for place in range(2)]
+        (tokens, *_, last) = after = method._after(batch)
+        logits = method._logits(after, method.steps.answer(last))
+        sure = method.steps.confidence(logits[0], tokens)
+        wanted = [method.exits.together(place, logits[: place + 1]) for place in range(2)]
     method.thresholds[0.9] = float(sure.median()) + 1e-6
     given = []
     method.score = lambda output, batch: given.append(output) or torch.zeros(4)

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from acm_compiler.baselines.method import BatchResult, Method, Subject, setting_within
-from acm_compiler.baselines.trained.blocks import Blockwise, Tokens, blockwise
+from acm_compiler.baselines.trained.block_kinds import blockwise, known_models
+from acm_compiler.baselines.trained.blocks import Blockwise, Tokens
 from acm_compiler.baselines.trained.train import to_dense, train
-from acm_compiler.baselines.vit import layer_macs
 from acm_compiler.data import Batch
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
@@ -77,70 +76,69 @@ class EarlyExit(Method):
         """A reason for all models that are not known to run a block at a time."""
         if blockwise(model) is not None:
             return None
-        known = "torchvision's VisionTransformer, and Wav2Vec2ForCTC and HubertForCTC of transformers"
-        return f"it runs {known} a block at a time, and this is a {type(model).__name__} of {type(model).__module__}"
+        name = f"{type(model).__name__} of {type(model).__module__}"
+        return f"it runs these a block at a time: {known_models()}; and this is a {name}"
 
     @classmethod
     def floor(cls, model: nn.Module, plan: Plan) -> float:
         """One block, and what lies outside of the blocks."""
         way = blockwise(model)
         assert way is not None
-        blocks, width, hidden, tokens = way.sizes(model, plan)
-        return 1 - (blocks - 1) * layer_macs(width, hidden, tokens) / (plan.model.dense_macs / plan.model.batch)
+        return way.least(model, plan)
 
     def convert(self, budgets: Sequence[float], say: Say) -> None:
         """Train heads and their weights; then find the threshold of each budget on the examples to fit to."""
-        first = next(iter(self.subject.fit()))
         with torch.no_grad():
-            x_BSD = self.steps.embed(first, self.subject.task).x_BSD
-            classes = self.steps.answer(x_BSD).shape[-1]
-        self.exits = Exits(len(self.steps.blocks), self.steps.seen, classes).to(x_BSD.device)
+            after = self._after(next(iter(self.subject.fit())))
+            read, own = self.steps.read(after[-1]), self.steps.answer(after[-1])
+        self.exits = Exits(len(after), read.shape[-1], own.shape[-1]).to(own.device)
         train("ztw", self.exits, self._loss, self.subject, lr=_LR, say=say)
         self.exits.eval().requires_grad_(False)
         confidences, costs = zip(*(self._exits(batch) for batch in self.subject.fit()), strict=True)
         for budget in budgets:
             self.thresholds[budget] = self._threshold(torch.cat(confidences), torch.cat(costs), budget)
 
-    def _logits(self, tokens: Tokens) -> list[Tensor]:
+    @torch.no_grad()
+    def _after(self, batch: Batch) -> list[Tokens]:
+        """The examples after every block."""
+        after, tokens = [], self.steps.embed(batch, self.subject.task)
+        for place in range(len(self.steps.blocks)):
+            tokens = self.steps.advance(place, tokens)
+            after.append(tokens)
+        return after
+
+    def _logits(self, after: Sequence[Tokens], own: Tensor) -> list[Tensor]:
         """Logits of all heads, the network's own last."""
-        seen: list[Tensor] = []
-        with torch.no_grad():
-            for place in range(len(self.steps.blocks)):
-                tokens = replace(tokens, x_BSD=self.steps.block(place, tokens))
-                seen.append(tokens.x_BSD)
-            own = self.steps.answer(seen.pop())
         logits: list[Tensor] = []
-        for place, x_BSD in enumerate(seen):
-            logits.append(self.exits.head(place, self.steps.read(x_BSD), logits))
+        for place, tokens in enumerate(after[:-1]):
+            logits.append(self.exits.head(place, self.steps.read(tokens), logits))
         return [*logits, own]
 
     def _loss(self, batch: Batch, wanted: Tensor) -> Tensor:
         """The loss of every head, and of every exit, which learns nothing but how to put heads together."""
+        after = self._after(batch)
         with torch.no_grad():
-            tokens = self.steps.embed(batch, self.subject.task)
-        logits = self._logits(tokens)
+            own = self.steps.answer(after[-1])
+        logits = self._logits(after, own)
         fixed = [part.detach() for part in logits]
         exits = [self.exits.together(place, fixed[: place + 1]) for place in range(len(logits))]
         return torch.stack([to_dense(self.subject, part, batch, wanted) for part in (*logits[:-1], *exits)]).sum()
 
     @torch.no_grad()
     def _exits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Confidence in each example at each exit [B, M], and `_costs`."""
-        tokens = self.steps.embed(batch, self.subject.task)
-        logits = self._logits(tokens)
+        """Confidence in each example at each exit [B, M]; MACs of leaving there, and of the dense model, [B, M + 1]."""
+        after = self._after(batch)
+        own, own_B = self.steps.finish(after[-1])
+        logits = self._logits(after, own)
         exits = [self.exits.together(place, logits[: place + 1]) for place in range(len(logits))]
-        confidence_BM = torch.stack([self.steps.confidence(part, tokens) for part in exits], dim=1)
-        return confidence_BM.cpu(), self._costs(tokens)
+        confidence_BM = torch.stack([self.steps.confidence(part, after[0]) for part in exits], dim=1)
+        costs = [self._cost(place, tokens) for place, tokens in enumerate(after)]
+        return confidence_BM.cpu(), torch.stack([*costs[:-1], costs[-1] + own_B, after[-1].spent_B + own_B], dim=1)
 
-    def _costs(self, tokens: Tokens) -> Tensor:
-        """MACs of an example that leaves at each exit, and last those of the dense model, float64 [B, M + 1]."""
-        blocks, width, hidden, _ = self.steps.sizes(self.subject.dense, self.subject.plan)
-        own = sum(part.weight.numel() for part in self.steps.own_head.modules() if isinstance(part, nn.Linear))
-        heads_M = torch.tensor([self.exits.head_macs(place) for place in range(blocks - 1)] + [own]).cumsum(0)
-        run_M = torch.cat([torch.arange(1, blocks + 1), torch.tensor([blocks])]).double()
-        head_M = torch.cat([heads_M, torch.tensor([own])]).double()
-        each_B, reads_B = layer_macs(width, hidden, tokens.real_B), self.steps.reads(tokens)
-        return tokens.before_B[:, None] + each_B[:, None] * run_M + reads_B[:, None] * head_M
+    def _cost(self, place: int, tokens: Tokens) -> Tensor:
+        """MACs of the examples after a block, [B], with all heads so far but the network's own."""
+        heads = sum(map(self.exits.head_macs, range(min(place + 1, len(self.exits.last)))))
+        return tokens.spent_B + self.steps.reads(tokens) * heads
 
     @staticmethod
     def _threshold(confidence_EM: Tensor, costs_EM: Tensor, budget: float) -> float:
@@ -158,20 +156,20 @@ class EarlyExit(Method):
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward, in which examples leave."""
         threshold, tokens = self.thresholds[budget], self.steps.embed(batch, self.subject.task)
-        left, costs_BM = torch.arange(len(tokens.x_BSD)), self._costs(tokens)
+        left = torch.arange(len(tokens.x_BSD))
         logits: list[Tensor] = []
         output, macs_B = None, torch.zeros(len(left), dtype=torch.float64)
         for place in range(len(self.steps.blocks)):
-            x_BSD, is_last = self.steps.block(place, tokens), place + 1 == len(self.steps.blocks)
-            tokens = replace(tokens, x_BSD=x_BSD)
-            read = self.steps.read(x_BSD)
-            logits.append(self.steps.answer(x_BSD) if is_last else self.exits.head(place, read, logits))
+            tokens, is_last = self.steps.advance(place, tokens), place + 1 == len(self.steps.blocks)
+            macs_B[left] = self._cost(place, tokens)
+            if is_last:
+                own, own_B = self.steps.finish(tokens)
+                macs_B[left] += own_B
+            logits.append(own if is_last else self.exits.head(place, self.steps.read(tokens), logits))
             exit_B = self.exits.together(place, logits)
             output = exit_B.clone() if output is None else output
             leaves_B = (self.steps.confidence(exit_B, tokens) >= threshold) | is_last
-            gone = left[leaves_B.cpu()]
-            output[gone.to(output.device)] = exit_B[leaves_B]
-            macs_B[gone] = costs_BM[gone, place]
+            output[left[leaves_B.cpu()].to(output.device)] = exit_B[leaves_B]
             left, tokens, logits = left[~leaves_B.cpu()], tokens.only(~leaves_B), [part[~leaves_B] for part in logits]
             if not len(left):
                 break

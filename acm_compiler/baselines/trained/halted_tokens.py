@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from acm_compiler.baselines.acms import in_percent
 from acm_compiler.baselines.method import BatchResult, setting_within
 from acm_compiler.baselines.trained.train import to_dense, train
-from acm_compiler.baselines.vit import OnVit, Steps, block_macs, run_block
+from acm_compiler.baselines.vit import OnVit, block_macs
+from acm_compiler.baselines.vit_steps import steps_of
 from acm_compiler.data import Batch
 from acm_compiler.progress import Say
 
@@ -34,15 +35,16 @@ _HALVINGS = 14
 _SEEN = 512  # images to find the last offset on
 
 
-class HaltingTransformer(Steps):
+class HaltingTransformer(nn.Module):
     """A vision transformer whose tokens halt. `shift` is added to all halting scores; `costs_B`: of the last batch."""
 
     prior_L: Tensor
     shift: Tensor
 
     def __init__(self, vit: nn.Module, depth: float) -> None:
-        super().__init__(vit)
-        blocks = torch.arange(1, len(self.blocks) + 1)
+        super().__init__()
+        self.steps = steps_of(vit)
+        blocks = torch.arange(1, len(self.steps.blocks) + 1)
         self.register_buffer("prior_L", torch.softmax(-0.5 * (blocks - depth).square(), 0))
         self.scale = nn.Parameter(torch.tensor(float(_SCALE)))
         self.offset_L = nn.Parameter(torch.logit(self.prior_L.clone(), eps=1e-4))
@@ -50,20 +52,20 @@ class HaltingTransformer(Steps):
         self.costs_B = torch.empty(0)
 
     def _scores(self, x_BSD: Tensor, place: int) -> Tensor:
-        if place + 1 == len(self.blocks):
+        if place + 1 == len(self.steps.blocks):
             return torch.ones_like(x_BSD[..., 0])
         return torch.sigmoid(self.scale * x_BSD[..., 0] + self.offset_L[place] + self.shift)
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and the loss of halting; halted tokens are masked here."""
-        x_BSD = self.embed(image)
+        x_BSD = self.steps.embed(image)
         sum_BS, runs_BS = torch.zeros_like(x_BSD[..., 0]), torch.ones_like(x_BSD[..., 0], dtype=torch.bool)
         class_BD, ponder, mass = torch.zeros_like(x_BSD[:, 0]), torch.zeros_like(x_BSD[0, 0, 0]), []
         costs_B = torch.zeros(len(x_BSD), device=x_BSD.device)
-        for place, block in enumerate(self.blocks):
-            costs_B = costs_B + block_macs(self.vit, (runs_BS & runs_BS[:, :1]).sum(1))
+        for place in range(len(self.steps.blocks)):
+            costs_B = costs_B + block_macs(self.steps.vit, (runs_BS & runs_BS[:, :1]).sum(1))
             bias = torch.where(runs_BS, 0.0, -1e4)[:, None, None, :]  # not infinite: all of an image may have halted
-            x_BSD = torch.where(runs_BS[..., None], run_block(block, x_BSD, bias), x_BSD)
+            x_BSD = torch.where(runs_BS[..., None], self.steps.run_block(place, x_BSD, bias), x_BSD)
             weight_BS, halts_BS, sum_BS = self._halt(x_BSD, place, sum_BS)
             weight_BS = weight_BS * runs_BS
             class_BD = class_BD + weight_BS[:, :1] * x_BSD[:, 0]
@@ -72,7 +74,7 @@ class HaltingTransformer(Steps):
             runs_BS = runs_BS & ~halts_BS
         self.costs_B, mass_L = costs_B, torch.stack(mass)
         prior = (mass_L * (mass_L.clamp_min(1e-9) / self.prior_L).log()).sum()
-        return self.head(class_BD), _PONDER * ponder + _PRIOR * prior
+        return self.steps.head(class_BD), _PONDER * ponder + _PRIOR * prior
 
     def _halt(self, x_BSD: Tensor, place: int, sum_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The weight of this block for each token, whether it halts here, and the sums of scores so far."""
@@ -83,22 +85,22 @@ class HaltingTransformer(Steps):
     @torch.no_grad()
     def execute(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and the MACs of the blocks for each image; images with as many tokens left run together."""
-        x_BSD = self.embed(image)
+        x_BSD = self.steps.embed(image)
         sum_BS, runs_BS = torch.zeros_like(x_BSD[..., 0]), torch.ones_like(x_BSD[..., 0], dtype=torch.bool)
         class_BD, macs_B = torch.zeros_like(x_BSD[:, 0]), torch.zeros(len(x_BSD), dtype=torch.float64)
-        for place, block in enumerate(self.blocks):
+        for place in range(len(self.steps.blocks)):
             counts_B = runs_BS.sum(1)
             for count in counts_B[counts_B > 0].unique().tolist():
                 rows = (counts_B == count).nonzero()[:, 0]
                 index = runs_BS[rows].nonzero()[:, 1].view(len(rows), count, 1).expand(-1, -1, x_BSD.shape[-1])
-                part = run_block(block, x_BSD[rows].gather(1, index))
+                part = self.steps.run_block(place, x_BSD[rows].gather(1, index))
                 x_BSD[rows] = x_BSD[rows].scatter(1, index, part)
-                macs_B[rows.cpu()] += float(block_macs(self.vit, count))
+                macs_B[rows.cpu()] += float(block_macs(self.steps.vit, count))
             weight_BS, halts_BS, sum_BS = self._halt(x_BSD, place, sum_BS)
             class_BD += (weight_BS * runs_BS)[:, :1] * x_BSD[:, 0]
             runs_BS = runs_BS & ~halts_BS
             runs_BS = runs_BS & runs_BS[:, :1]
-        return self.head(class_BD), macs_B
+        return self.steps.head(class_BD), macs_B
 
 
 class Avit(OnVit):

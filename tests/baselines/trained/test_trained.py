@@ -123,7 +123,8 @@ def test_images_leave_where_an_exit_is_sure_enough(subject, fitted):
     method, budgets, _ = fitted["ztw"]
     (batch, *_), threshold = subject.fit(), method.thresholds[budgets[0]]
     with torch.no_grad():
-        logits = method._logits(method.steps.embed(batch, subject.task))
+        after = method._after(batch)
+        logits = method._logits(after, method.steps.answer(after[-1]))
         exits = [method.exits.together(place, logits[: place + 1]) for place in range(3)]
     given = []
     method.score, score = lambda output, batch: given.append(output) or score(output, batch), method.score

@@ -135,7 +135,8 @@ class TextBlocks(Blockwise):
         super().__init__(model)
         self.blocks = _stack(model)
         self.model.config.use_cache = False  # of decoders: a block that is run again would find its own keys
-        self._beside: int | None = None  # values that a block returns beside its tokens; None: it returns these alone
+        # values that a block returns beside its tokens; None: it returns these alone; -1 until one was run
+        self._beside: int | None = -1
 
     @classmethod
     def runs(cls, model: nn.Module) -> bool:
@@ -151,14 +152,20 @@ class TextBlocks(Blockwise):
         assert stack is not None
         return 1 / len(stack)
 
+    def embed(self, batch: Batch, task: Task) -> Tokens:
+        """The examples before the first block, and what that cost."""
+        if self._beside == -1:
+            self.enter(batch, task)  # it runs a block, which would be counted
+        return super().embed(batch, task)
+
     def enter(self, batch: Batch, task: Task) -> Tokens:
         """Tokens, and the arguments of all blocks: a call of the model in which blocks hand on what they get."""
         given: list[Given] = []
         found: list[Tensor] = []
 
         def note(place: int, x_BSD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not found:
-                found.append(x_BSD)
+            found.append(x_BSD)
+            if self._beside == -1:
                 returned = type(self.blocks[place]).forward(self.blocks[place], x_BSD, *args, **kwargs)
                 self._beside = len(returned) - 1 if isinstance(returned, tuple) else None
             given.append((args, kwargs))

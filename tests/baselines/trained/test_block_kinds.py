@@ -40,8 +40,12 @@ def texts(lengths):
 
 
 def run(steps, tokens):
+    spent = [tokens.spent_B]
     for place in range(len(steps.blocks)):
         tokens = steps.advance(place, tokens)
+        spent.append(tokens.spent_B)
+    each = torch.stack(spent).diff(dim=0)
+    assert (each > 0).all() and torch.equal(each, each[:1].expand_as(each))
     logits, macs = steps.finish(tokens)
     return logits, tokens.spent_B + macs
 
@@ -50,6 +54,7 @@ def test_all_blocks_are_the_model_and_cost_what_it_costs(encoder):
     task, steps = Classify(), TextBlocks(encoder)
     batch = texts([9, 5, 7, 9])
     tokens = steps.embed(batch, task)
+    assert tokens.before_B.tolist() == [length * 16 * 32 * ("Electra" in str(type(encoder))) for length in (9, 5, 7, 9)]
     logits, macs = run(steps, tokens)
     wanted = encoder(**task.inputs(batch)).logits
     torch.testing.assert_close(logits, wanted)

@@ -1,4 +1,4 @@
-"""What methods on the tokens or blocks of a vision transformer share: the models they know, sizes and MACs."""
+"""Methods on the tokens or blocks of a vision transformer: the models that they know, sizes and MACs."""
 
 from __future__ import annotations
 

@@ -52,11 +52,11 @@ class Steps(nn.Module, ABC):
 
     @abstractmethod
     def attend(self, block: Any, x_BSD: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What attention adds to the tokens, and its keys, the mean over heads; `bias` is added to its scores."""
+        """The addition of attention to the tokens, and its keys, the mean over heads; `bias` is added to its scores."""
 
     @abstractmethod
     def transform(self, block: Any, x_BSD: Tensor) -> Tensor:
-        """What the MLP adds to the tokens."""
+        """The addition of the MLP to the tokens."""
 
     @abstractmethod
     def head(self, x_BD: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class TorchvisionSteps(Steps):
 
     @staticmethod
     def tokens_of(vit: Any) -> int:
-        """As many as there are positions."""
+        """The number of positions."""
         return vit.encoder.pos_embedding.shape[1]
 
     @property
@@ -129,7 +129,7 @@ class TransformersSteps(Steps):
 
     @staticmethod
     def tokens_of(vit: Any) -> int:
-        """As many as there are positions."""
+        """The number of positions."""
         return vit.base_model.embeddings.position_embeddings.shape[1]
 
     @property

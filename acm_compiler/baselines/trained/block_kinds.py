@@ -41,7 +41,7 @@ class VitBlocks(Blockwise):
 
     @classmethod
     def least(cls, model: nn.Module, plan: Plan) -> float:
-        """By the sizes of the model's own layers."""
+        """The share by the sizes of the model's own layers."""
         return _least(plan, *sizes_of(model))
 
     def enter(self, batch: Batch, task: Task) -> Tokens:
@@ -82,7 +82,7 @@ class SpeechBlocks(Blockwise):
 
     @classmethod
     def least(cls, model: nn.Module, plan: Plan) -> float:
-        """By the sizes in the model's configuration, and the frames that its sites saw."""
+        """The share by the sizes in the model's configuration, and the frames that its sites saw."""
         config: Any = model.config
         frames = max(site.tokens for site in plan.sites) // plan.model.batch
         return _least(plan, config.num_hidden_layers, config.hidden_size, config.intermediate_size, frames)

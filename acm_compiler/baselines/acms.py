@@ -25,7 +25,7 @@ from acm_compiler.sources.inputs import call_model
 
 
 class Converted(Method):
-    """The recipe's ACMs, whose gates are set to a budget as `acm.set_budget(model, "60%")` does."""
+    """The recipe's ACMs, whose gates are set to a share of the dense model's MACs on the subject's example."""
 
     title = "ACM"
 
@@ -43,15 +43,23 @@ class Converted(Method):
 
     def reaches(self, budget: float) -> bool:
         """True within the table of budgets that was measured."""
-        owner = conversion(self.model)
-        return share_within(in_percent(budget), owner.plan, low=owner.table_min) is not None
+        return self._share(budget) is not None
 
     @torch.no_grad()
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward at the budget's setting of the gates."""
-        set_budget(self.model, in_percent(budget))
+        self._set(budget)
         score_B, usage = self._forward(batch)
         return BatchResult(score_B, usage.macs)
+
+    def _share(self, budget: float) -> float | None:
+        """The share of the learners' MACs at which the subject's example costs the budget; None out of reach."""
+        return share_within(in_percent(budget), self.subject.plan, low=conversion(self.model).table_min)
+
+    def _set(self, budget: float) -> None:
+        share = self._share(budget)
+        assert share is not None
+        set_budget(self.model, share)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Usage]:
         task = self.subject.task
@@ -79,7 +87,7 @@ class Shuffled(Converted):
     @torch.no_grad()
     def run(self, batch: Batch, budget: float) -> BatchResult:
         """One forward to see the choices, and one that deals them out."""
-        set_budget(self.model, in_percent(budget))
+        self._set(budget)
         self._dealing, self._kept = False, {}
         self._forward(batch)
         self._dealing = True
@@ -119,7 +127,7 @@ class Static(Converted):
     def convert(self, budgets: Sequence[float], say: Say) -> None:
         """Load the same model."""
         super().convert(budgets, say)
-        plan = conversion(self.model).plan
+        plan = self.subject.plan
         low, most = min(site.k_min for site in plan.sites), max(site.learners for site in plan.sites)
         self.costs = [(k, _cost_of(plan, k)) for k in range(low, most + 1)]
         self._of_batch: tuple[Batch | None, dict[int, BatchResult]] = (None, {})

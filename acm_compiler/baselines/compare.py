@@ -17,6 +17,7 @@ from acm_compiler.baselines.method import Subject
 from acm_compiler.baselines.site_method import Dense
 from acm_compiler.checkpoint import check_own_folder, save_id
 from acm_compiler.data import Batch, BatchStream
+from acm_compiler.data.batch import real_length
 from acm_compiler.errors import RunInterrupted, UsageError
 from acm_compiler.evaluation.comparison import ACM, Comparison, save_comparison
 from acm_compiler.evaluation.results import MetricResult
@@ -38,7 +39,7 @@ from acm_compiler.training.state import discard_state
 BUDGETS = (0.25, 0.4, 0.5, 0.6, 0.75)
 _DENSE = "dense"
 STEPS = 600
-_FITTED, _QUICK = 2048, 1200  # examples
+_FITTED, _QUICK, _READ = 2048, 1200, 256  # examples to fit to, for a first look, and to find their length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,8 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
     recipe = expand_paths(recipe)
     if recipe.data is None or recipe.task is None:
         raise UsageError("a comparison needs data and a task", where=recipe.name, fix="write `data:` and `task:`")
-    built, plan, _ = plan_recipe(recipe)
+    typical = _with_typical_input(recipe)
+    built, plan, _ = plan_recipe(typical)
     check_recipe(recipe, built.model, plan)
     if options.corruptions:
         _refuse_no_images(recipe)
@@ -82,7 +84,10 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
         budgets=options.budgets,
         usual=BUDGETS,
     )
-    scores = Scores(directory=options.directory, of={"recipe": decisions(recipe), "quick": options.quick})
+    belongs_to = {"recipe": decisions(recipe), "quick": options.quick}
+    if typical is not recipe and typical.input is not None:
+        belongs_to["budgets_at"] = typical.input.model_dump(mode="json")
+    scores = Scores(directory=options.directory, of=belongs_to)
     machine = open_machine(recipe.run.precision, recipe.run.device)
     if machine.world > 1:
         found = f"{machine.world} processes"
@@ -98,7 +103,24 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
         run_recipe(recipe, run_options, say=say)
     with one_run(options.directory, machine, say):
         scores.begin(anew=options.force)
-        return _Comparing(recipe, plan, options, machine, scores, say).run(chosen)
+        return _Comparing(typical, plan, options, machine, scores, say).run(chosen)
+
+
+def _with_typical_input(recipe: Recipe) -> Recipe:
+    """The recipe with an example as long as its training examples are: budgets are shares of what these cost."""
+    given, data = recipe.input, recipe.data
+    if data is None or given is None or (given.tokens is None and given.audio_seconds is None):
+        return recipe
+    run, dataset = recipe.run, OpenedRecipe(recipe).dataset(plain(data.train))
+    stream = BatchStream(dataset=dataset, batch=1, seed=run.seed, shuffle=True, count=_READ)
+    sizes = [real_length(batch) for batch in stream.epoch()]
+    # of the MACs most are done for long examples
+    length = sum(size * size for size in sizes) / max(1, sum(sizes))
+    if not length:
+        return recipe
+    seconds = given.audio_seconds and round(length / given.sample_rate, 2)
+    own = given.model_copy(update={"tokens": given.tokens and round(length), "audio_seconds": seconds})
+    return recipe.model_copy(update={"input": own})
 
 
 def _refuse_no_images(recipe: Recipe) -> None:

@@ -41,6 +41,14 @@ def size_of(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
+def real_length(batch: Batch) -> int:
+    """Tokens of the text, or samples of the recording, that a batch of one holds, without padding; 0 for neither."""
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
+    found = batch.get("input_ids", batch.get("input_values"))
+    return 0 if found is None else found.shape[1]
+
+
 def sources_of(batch: Batch, first: int) -> Tensor:
     """The source of each example, on the CPU; where the batch names none, its number, counted from `first`."""
     return batch["source"].cpu() if "source" in batch else torch.arange(first, first + size_of(batch))

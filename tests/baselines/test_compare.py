@@ -219,3 +219,31 @@ def test_scores_that_a_killed_process_left_half_written_are_measured_again(tmp_p
     assert scores.load("teal", (0.5, 0.6)) is None
     (tmp_path / "compare/teal.json").write_text('{"scores": {"0.5"')
     assert scores.load("teal", (0.5,)) is None
+
+
+class Ragged(torch.utils.data.Dataset):
+    """Texts of one to four tokens, or clips of one to four hundred samples, the last of them padded."""
+
+    def __init__(self, audio=False):
+        self.audio = audio
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if self.audio:
+            return {"input_values": torch.zeros(100 * (index + 1)), "labels": torch.ones(1)}
+        words = torch.ones(index + 1).long()
+        padded = torch.nn.functional.pad(words, (0, 9))
+        return {"input_ids": padded, "attention_mask": padded, "label": 0} if index == 3 else {"input_ids": words}
+
+
+def test_budgets_are_shares_of_what_examples_of_their_usual_length_cost():
+    data = f"python:{__name__}:Ragged"
+    recipe = load_recipe("modernbert_packages", [f"data.train={{kind: '{data}'}}"])
+    assert compared._with_typical_input(recipe).input.tokens == 3  # (1 + 4 + 9 + 16) / (1 + 2 + 3 + 4)
+    clips = [f"data.{part}={{kind: '{data}', args: {{audio: true}}}}" for part in ("train", "eval")]
+    spoken = compared._with_typical_input(load_recipe("wav2vec2_digits", [*clips, "input.sample_rate=1000"]))
+    assert spoken.input.audio_seconds == pytest.approx(0.3)
+    recipe = small()
+    assert compared._with_typical_input(recipe) is recipe  # images are of one size

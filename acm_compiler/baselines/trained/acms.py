@@ -51,8 +51,7 @@ class Distilled(_Scheduled):
     def convert(self, budgets: Sequence[float], say: Say) -> None:
         """Load what the recipe's run has saved, and train its learners at budgets drawn between the least and most."""
         super().convert(budgets, say)
-        owner = conversion(self.model)
-        drawn = _range_of(budgets, owner.plan, low=owner.table_min)
+        drawn = _range_of(budgets, self.subject.plan, low=conversion(self.model).table_min)
         if drawn is None:
             return
         phase = FinetunePhase(

@@ -21,10 +21,12 @@ from acm_compiler.passes.find.choose_graft import choose_graft
 from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.find_mlps import find_mlps
 from acm_compiler.passes.find.head_pairs import with_pairs
-from acm_compiler.passes.find.linears import QUANTISED_LINEAR
+from acm_compiler.passes.find.linears import QUANTISED_LINEAR, SEVERAL_MATRICES
 from acm_compiler.passes.find.skips import ROUTER, adapters, answers_model, chooses_experts, routed_tokens, skips_of
 from acm_compiler.passes.find.values import Linear, LookAlike, Region
 from acm_compiler.site import LinearRef, Role, Site, Skip
+
+_STACKED = "its parameter holds several matrices: make each a parameter, or stack their rows in one [rows, in]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +212,9 @@ def find_projections(flow: Dataflow, *, without: set[str]) -> tuple[list[Region]
 def _refusal(flow: Dataflow, linear: Linear, role: str, *, stop: Iterable[str]) -> str | None:
     """Reason why the projection cannot be a site; None where it can."""
     if linear.ref is None:
-        return f"attention {role}: {linear.problem}"
+        # `q, k, v = self.w.unbind()` of a parameter [3, D, D]: by their roles, no experts
+        problem = _STACKED if linear.problem == SEVERAL_MATRICES else linear.problem
+        return f"attention {role}: {problem}"
     if chooses_experts(flow, linear.name):
         return ROUTER
     if role not in get_args(Role):

@@ -342,6 +342,25 @@ def test_rows_of_one_parameter_used_apart_are_projections_of_their_own():
     assert len({site.name for site in sites}) == 4
 
 
+def test_projections_stacked_in_one_parameter_are_no_experts():
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.o = nn.Parameter(torch.randn(3, WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return x + self.o(sdpa(self, *(F.linear(x, weight) for weight in self.weight.unbind())))
+
+    roles, skips = roles_of(Stack(Stacked()))
+    assert roles == {"o": "o"}
+    reasons = {skip.reason for skip in skips if skip.name == "blocks.0.weight"}
+    assert reasons == {
+        f"attention {role}: its parameter holds several matrices: make each a parameter, or stack their rows in one "
+        "[rows, in]"
+        for role in "qkv"
+    }
+
+
 def test_a_classifier_after_attention_is_no_output_projection():
     class NoProjection(nn.Module):
         def __init__(self):

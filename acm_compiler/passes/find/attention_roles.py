@@ -61,6 +61,19 @@ def other_layer(flow: Dataflow, linear: str, *, stop: Iterable[str]) -> str | No
     return None
 
 
+def has_projected_queries(flow: Dataflow, x: str) -> bool:
+    """True if a linear with the role q gives what `x` is made of, with no other linear between."""
+    todo, seen = [x], {x}
+    while todo:
+        for name in set(flow.live_args(todo.pop())) - seen:
+            seen.add(name)
+            if name not in flow.linears:
+                todo.append(name)
+            elif "q" in _forward_roles(flow, name, set()):
+                return True
+    return False
+
+
 def _next_linear(flow: Dataflow, name: str) -> str | None:
     """A linear that the value flows into through operations on it alone."""
 

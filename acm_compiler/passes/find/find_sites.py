@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from acm_compiler.passes.find.attention_roles import attention_role, has_projected_queries, other_layer
+from acm_compiler.passes.find.attention_roles import attends_projections, attention_role, other_layer
 from acm_compiler.passes.find.bypass import find_bypass
 from acm_compiler.passes.find.choose_graft import choose_graft
 from acm_compiler.passes.find.dataflow import Dataflow
@@ -222,7 +222,7 @@ def _refusal(flow: Dataflow, linear: Linear, role: str, *, stop: Iterable[str]) 
         return f"packed projection ({role}): {' and '.join(role)} in one weight; split it into one linear each"
     if role == "o":
         # `head(norm(attend(self.query, streams, streams)))`: a pool of what the layers gave, then the model's head
-        return None if has_projected_queries(flow, linear.x) else answers_model(flow, linear.x, linear.name)
+        return None if attends_projections(flow, linear.x) else answers_model(flow, linear.x, linear.name)
     other = other_layer(flow, linear.name, stop=stop)
     if other is None:
         return None

@@ -67,7 +67,8 @@ def load(
     runs all learners. The log says which, and so does `acm.status`.
     base_model: the model before the rewrite, for classes that only the user can build (its structure is compared),
     and for dense regions, which `revert`, calibration and distillation need; they are taken from it if its weights
-    and activations are those that were replaced. It is not changed. allow_code: whether a function named in the directory is imported.
+    and activations are those that were replaced. It is not changed. allow_code: whether a function named in the
+    directory is imported.
     Raises StorageError, PlanMismatch for a base model of another structure, ModelSourceError.
     """
     folder = folder_at(directory)

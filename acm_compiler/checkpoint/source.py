@@ -189,7 +189,7 @@ def first_difference(base: nn.Module, plan: Plan, stored: Stored, rest: Sequence
 
 
 def other_functions(base: nn.Module, plan: Plan) -> str | None:
-    """Where `base` computes something else between a site's linears than the model that was rewritten; else None."""
+    """Text on a site between whose linears `base` computes something else than the rewritten model did; else None."""
     # no reason to refuse it: another version of its library may only write it otherwise, and ACMs run none of these
     try:
         with normalized(base) as unpacked:

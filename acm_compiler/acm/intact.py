@@ -130,6 +130,17 @@ def refuse_skips(acms: Mapping[str, Any], request: str) -> None:
         raise UsageError(f"{request} is for learners that skip no values", where=skipping[0], fix=fix)
 
 
+def refuse_meta(acms: Mapping[str, nn.Module], request: str) -> None:
+    """Raise UsageError where weights of these ACMs, by name, are on meta: elsewhere, until a forward, or nowhere."""
+    for name, acm in acms.items():
+        if any(parameter.is_meta for parameter in acm.parameters()):
+            raise UsageError(
+                f"{request} needs the weights of every site, and these are on meta",
+                where=name,
+                fix="load it without another library's offload: acm.rewrite and acm.calibrate have offload=, too",
+            )
+
+
 def refuse_in_parts(model: nn.Module, request: str) -> None:
     """Raise UsageError where each process holds a part of the model, and `request` needs all of it."""
     if parts := in_parts(model):

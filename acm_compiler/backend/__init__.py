@@ -114,7 +114,15 @@ def _past_dynamo(error: AcmError) -> AcmError:
 
 
 def lower(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, ...]:
-    """Run the passes in place; what became of every ACM."""
+    """Run the passes in place; what became of every ACM, first of those in the bodies of regions.
+
+    Regions are those of `nested_compile_region`, which share a body where they are alike, and of checkpoints.
+    """
+    bodies = [child for child in graph_module.children() if isinstance(child, fx.GraphModule)]
+    return (*(acm for body in bodies for acm in lower(body, own)), *_lower_own(graph_module, own))
+
+
+def _lower_own(graph_module: fx.GraphModule, own: dict[str, Any]) -> tuple[Lowered, ...]:
     graph = graph_module.graph
     count = len(learners_nodes(graph))
     if not count:

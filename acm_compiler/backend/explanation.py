@@ -87,6 +87,10 @@ def _line(place: Any) -> str | None:
 
 
 _NOT_SEEN = "its learners were in no graph: "
+_SKIPPING = (
+    "they skip small values (acm.set_sparsity), natively on CPUs for up to 16 tokens, in float32 and bfloat16, by "
+    "weights that are not offloaded and no inference tensors; else the reference runs them, and saves no time"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +155,8 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         return graph_module.forward
 
     attempt = Attempt()
-    with attempt, torch.no_grad(), without_remarks():
+    # torch's own regions of `nested_compile_region` take no numbers, such as a norm's eps, as dynamic=True has them
+    with attempt, torch.no_grad(), without_remarks(), torch._dynamo.config.patch(specialize_float=True):
         torch.compile(live, backend=look, dynamic=True)(*inputs, **kwargs)
     if attempt.error is not None:
         _refuse_inputs(live, inputs, kwargs)
@@ -197,9 +202,11 @@ def _named(site: Lowered, names: list[str]) -> Lowered:
 
 
 def _not_seen(name: str, acm: ACM) -> Lowered:
-    runs_on, reason = "-", "another graph or no call"
+    runs_on, reason = "-", "another graph, the body of a region with others, or no call"
     if acm.state == "dense":
         runs_on, reason = "dense", "it runs its dense region until learners are fitted"
+    elif acm.skips is not None:
+        runs_on, reason = "skipping", _SKIPPING
     elif acm.knob.device.type in DENSE_PREFIXES and (k := acm.only_k.of(is_decode=False)) is not None:
         runs_on, reason = "dense products", f"its bounds leave k = {k} to every token"
     return Lowered(site=name, implementation=runs_on, reason=_NOT_SEEN + reason, fused=(), line=None)

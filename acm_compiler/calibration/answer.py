@@ -28,6 +28,7 @@ from acm_compiler.sources.user_code import Attempt, first_line, raising_line, wi
 
 Answer = Callable[[Any, Tensor | None], Tensor | list[Tensor]]
 _NAMED = ("logits", "last_hidden_state")
+_MASKED = 1e4  # from here on values that are the same in two outputs count as masked
 
 
 def default_answer(output: Any, mask_BS: Tensor | None = None) -> list[Tensor]:
@@ -217,6 +218,15 @@ def relative_change(before: list[Tensor], after: list[Tensor], mask_BS: Tensor |
     """The size of the difference of two answers over that of the one before; padding left out."""
     moved = energy([a - b for a, b in zip(after, before, strict=True)], mask_BS)
     return (moved / max(energy(before, mask_BS), 1e-300)) ** 0.5
+
+
+def without_masked(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Two outputs with 0 where both hold the same infinity, or the same number such as finfo.min.
+
+    A model never predicts what stands there: it is no difference, and no measure of others.
+    """
+    masked = (found == expected) & (expected.abs() >= _MASKED)
+    return found.masked_fill(masked, 0), expected.masked_fill(masked, 0)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_quantized, refuse_skips
+from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_meta, refuse_quantized, refuse_skips
 from acm_compiler.acm.precision import no_autocast
 from acm_compiler.calibration.answer import Answer, default_answer, run
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
@@ -156,6 +156,7 @@ def _fittable(model: nn.Module, options: Options) -> Rewritten:
     found = wholly_rewritten(model, "calibration")
     refuse_inference_tensors(model)
     refuse_quantized(found.acms, "calibration")
+    refuse_meta(found.acms, "calibration")
     device = next(iter(found.acms.values())).k_lo.device
     if options.offload not in (None, "cpu") and device.type != "cpu":
         raise UsageError(

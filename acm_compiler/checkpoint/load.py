@@ -22,7 +22,7 @@ from acm_compiler.checkpoint.documents import (
 from acm_compiler.checkpoint.folder import BUDGETS, MODEL, PLAN, WEIGHTS
 from acm_compiler.checkpoint.hf_files import restore_generation
 from acm_compiler.checkpoint.save import digest, file_digest, graph_digest
-from acm_compiler.checkpoint.source import first_difference
+from acm_compiler.checkpoint.source import first_difference, other_functions
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
 from acm_compiler.errors import PlanMismatch, StorageError
 from acm_compiler.evaluation.times import load_times
@@ -67,7 +67,8 @@ def load(
     runs all learners. The log says which, and so does `acm.status`.
     base_model: the model before the rewrite, for classes that only the user can build (its structure is compared),
     and for dense regions, which `revert`, calibration and distillation need; they are taken from it if its weights
-    are those that were replaced. It is not changed. allow_code: whether a function named in the directory is imported.
+    and activations are those that were replaced. It is not changed. allow_code: whether a function named in the
+    directory is imported.
     Raises StorageError, PlanMismatch for a base model of another structure, ModelSourceError.
     """
     folder = folder_at(directory)
@@ -225,13 +226,13 @@ def _from_base(base: nn.Module, saved: _Saved) -> nn.Module:
     if graph_digest(base.graph if isinstance(base, fx.GraphModule) else None) != saved.description["graph"]:
         raise PlanMismatch("the base model's graph is not the one that was rewritten", fix="trace the model as before")
     model = copied(base)
+    other = other_functions(base, saved.plan)
     owner = convert(model, saved.plan, empty=True)
     if owner.teacher is None or owner.teacher != saved.budgets["teacher"]:
-        _LOG.warning(
-            "%s: base_model has other weights than the model that was rewritten; dense regions are left out, "
-            "which revert, calibration and distillation need",
-            saved.folder,
-        )
+        other = "has other weights than the model that was rewritten"
+    if other is not None:
+        without = "dense regions are left out, which revert, calibration and distillation need"
+        _LOG.warning("%s: base_model %s; %s", saved.folder, other, without)
         finalize(model)
     _give_values(model, saved)
     for acm in sites(model).values():

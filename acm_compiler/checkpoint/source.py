@@ -19,6 +19,7 @@ from acm_compiler.files import parse_json
 from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.dense_region import check_tensors, named_tensors, tensor_names
 from acm_compiler.passes.rewrite.rewrite import check_convertible, convert
+from acm_compiler.passes.rewrite.site_functions import check_functions
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.quantized_linear import QuantizedLinear, replace_linears
 from acm_compiler.sources.build import build_from_record
@@ -184,6 +185,17 @@ def first_difference(base: nn.Module, plan: Plan, stored: Stored, rest: Sequence
         except PlanMismatch as error:
             missing = error.expected is None
             return f"{error.where} {'without ' if missing else ''}{error.found}", str(error.expected or "them")
+    return None
+
+
+def other_functions(base: nn.Module, plan: Plan) -> str | None:
+    """Text on a site between whose linears `base` computes something else than the rewritten model did; else None."""
+    # no reason to refuse it: another version of its library may only write it otherwise, and ACMs run none of these
+    try:
+        with normalized(base) as unpacked:
+            check_functions(plan.sites, unpacked, named_tensors(unpacked))
+    except PlanMismatch as error:
+        return f"computes something else at {error.where}: {error.found}, where {error.expected} was rewritten"
     return None
 
 

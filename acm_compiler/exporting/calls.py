@@ -25,7 +25,9 @@ def example_call(model: nn.Module, inputs: Inputs) -> Call:
     args, kwargs = split_inputs(inputs)
     if is_hf(model) and "use_cache" in inspect.signature(model.forward).parameters:
         kwargs.setdefault("use_cache", False)
-    if batch_of(args, kwargs) == 1:
+    if (batch := batch_of(args, kwargs)) == 0:
+        raise UsageError("the example inputs hold no example", found="a batch of 0", expected="a batch of 1 or more")
+    if batch == 1:
         args, kwargs = pytree.tree_map_only(Tensor, _twice, (args, kwargs))
     return args, kwargs
 
@@ -61,6 +63,9 @@ def free_axes(names: Sequence[str], call: Call, dynamic: Axes | None) -> dict[st
     UsageError for names and axes that are not there.
     """
     args, kwargs = call
+    if dynamic is not None and not isinstance(dynamic, Mapping):
+        found = type(dynamic).__name__
+        raise UsageError("dynamic must be a mapping of inputs to axes", found=found, expected="such as {'x': 1}")
     values = dict(zip(names, (*args, *kwargs.values()), strict=True))
     asked = {name: _axes(name, axes, values) for name, axes in (dynamic or {}).items()}
     batch, length = batch_of(args, kwargs), _length(values)
@@ -81,12 +86,12 @@ def _axes(name: str, axes: int | Sequence[int], values: Mapping[str, Any]) -> tu
     """The axes that `dynamic` names of one input."""
     value = values.get(name)
     if not isinstance(value, Tensor):
-        hint = did_you_mean(name, values)
+        hint = did_you_mean(str(name), values)
         raise UsageError(f"no input of that name is a tensor{hint}", found=name, expected=", ".join(values))
-    found = (axes,) if isinstance(axes, int) else tuple(axes)
-    if wrong := [axis for axis in found if not 0 <= axis < value.dim()]:
+    found = tuple(axes) if isinstance(axes, Sequence) and not isinstance(axes, str) else (axes,)
+    if wrong := [axis for axis in found if type(axis) is not int or not 0 <= axis < value.dim()]:
         expected = f"0 to {value.dim() - 1}: an example has the shape {list(value.shape)}"
-        raise UsageError("no such axis", where=name, found=wrong[0], expected=expected)
+        raise UsageError("no such axis", where=name, found=repr(wrong[0]), expected=expected)
     return found
 
 

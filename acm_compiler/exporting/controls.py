@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -103,7 +103,7 @@ def measured(found: Rewritten) -> BudgetTable:
 def check_controls(controls: Any, *, inputs: Any) -> tuple[Control, ...]:
     """The controls, budget first. UsageError for unknown ones, and for those that the model has an input for."""
     known = get_args(Control)
-    given = [controls] if isinstance(controls, str) else list(controls)
+    given = list(controls) if isinstance(controls, Iterable) and not isinstance(controls, str) else [controls]
     for name in given:
         if name not in known:
             hint = did_you_mean(str(name), known)

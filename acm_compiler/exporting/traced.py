@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from acm_compiler.acm import ACM
+from acm_compiler.calibration.answer import without_masked
 from acm_compiler.errors import AcmError, UsageError, VerificationFailed
 from acm_compiler.exporting.calls import Call
 from acm_compiler.passes.rewrite.conversion import Rewritten
@@ -21,8 +22,6 @@ from acm_compiler.sources.user_code import Attempt, first_line, with_frames
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # the same for quantised learners: rounded otherwise, a value between two integers becomes the other one
 _QUANTIZED = 2e-2
-# from here on values that are the same in both outputs count as masked
-_MASKED = 1e4
 # at which a program is compared with the model
 _BUDGETS = 5
 Answer = Callable[[float], Any]
@@ -202,8 +201,6 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    found = found.to(expected.device)
-    # what a model never predicts is infinite, or a number such as finfo.min: no difference, and no measure of others
-    masked = (found == expected) & (expected.abs() >= _MASKED)
-    largest = float(expected.where(expected.isfinite() & ~masked, 0).abs().max())
-    return float((found - expected).where(~masked, 0).abs().max()) / (largest or 1.0)
+    found, expected = without_masked(found.to(expected.device), expected)
+    largest = float(expected.where(expected.isfinite(), 0).abs().max())
+    return float((found - expected).abs().max()) / (largest or 1.0)

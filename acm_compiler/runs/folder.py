@@ -13,11 +13,12 @@ from pathlib import Path
 from acm_compiler.checkpoint import check_own_folder, holds_model, locked, save_id
 from acm_compiler.checkpoint.folder import COMPARED
 from acm_compiler.errors import AcmError, BudgetMissed, RunInterrupted, UsageError
-from acm_compiler.evaluation.results import FILE, Evaluation
+from acm_compiler.evaluation.results import FILE, Evaluation, load_evaluation
 from acm_compiler.progress import Say
 from acm_compiler.recipe import Recipe, decisions, expand_paths, first_differences, load_recipe
 from acm_compiler.recipe.datasets import DataConfig
 from acm_compiler.recipe.tasks import TaskConfig
+from acm_compiler.runs.given import Given
 from acm_compiler.training.machine import Machine
 from acm_compiler.training.schedule import refuse_past
 from acm_compiler.training.state import has_state, saved_position
@@ -136,6 +137,30 @@ def other_file(kind: str, subject: str) -> str:
     """
     words = re.sub(r"\W+", "_", kind.removeprefix("python:"))
     return f"eval-{words}-{subject.rpartition(':')[2][:8]}.json"
+
+
+def evaluation_file(directory: Path, given: Given, recipe: Recipe | None) -> str:
+    """Name of the file in a run's folder for evaluations on the data and the task that were given: `eval.json`, but for
+    others than the recipe's, or than those that the folder was first measured on, which have a file of their own.
+    """
+    own, known = Given().over(recipe), given.over(recipe)
+    first, subject = (subject_of(directory, each.data, each.task) for each in (own, known))
+    if own.data is None or own.task is None:
+        before = load_evaluation(directory)
+        first = before.subject if before is not None else None
+    if known.data is None or not (first and subject) or first == subject:
+        return FILE
+    return other_file(known.data.kind, subject) if first.startswith(subject.partition(":")[0]) else FILE
+
+
+def load_measured(directory: Path, given: Given, recipe: Recipe | None) -> Evaluation | None:
+    """The evaluation of the model in `directory` on the data that were given, else on its own; None without either."""
+    save = save_id(directory)
+    for name in dict.fromkeys((evaluation_file(directory, given, recipe), FILE)):
+        found = load_evaluation(directory, name)
+        if found is not None and (save is None or (found.subject or save).startswith(save)):
+            return found
+    return None
 
 
 def drop_measured(directory: Path, say: Say, *, evaluated: bool) -> None:

@@ -17,14 +17,14 @@ from acm_compiler.data import Batch, BatchStream, count_examples, left_out, open
 from acm_compiler.data.batch import size_of
 from acm_compiler.errors import AcmError, UsageError
 from acm_compiler.evaluation.evaluate import Setting, evaluate, every_k, reachable
-from acm_compiler.evaluation.results import FILE, Evaluation, load_evaluation
+from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe import Recipe, expand_paths, load_recipe
 from acm_compiler.recipe.datasets import DataConfig
 from acm_compiler.recipe.schema import BudgetsConfig, RunConfig
 from acm_compiler.recipe.tasks import TaskConfig
-from acm_compiler.runs.folder import other_file, subject_of
+from acm_compiler.runs.folder import evaluation_file, subject_of
 from acm_compiler.runs.given import Given, refuse_missing
 from acm_compiler.sources.build import build
 from acm_compiler.sources.inputs import Inputs, fit_to, make_inputs, parse_input
@@ -169,18 +169,8 @@ class SavedRun:
 
     @cached_property
     def evaluation_file(self) -> str:
-        """Name of the file in its folder for evaluations on its data: `eval.json`, but for data or a task named in
-        place of the recipe's, or of those that the folder was first measured on, which have a file of their own.
-        """
-        known, data = Given().over(self.recipe), self.given.over(self.recipe).data
-        own = subject_of(self.directory, known.data, known.task)
-        if known.data is None or known.task is None:
-            before = load_evaluation(self.directory)
-            own = before.subject if before is not None else None
-        ours = self.subject
-        if data is None or not (own and ours) or own == ours or not own.startswith(ours.partition(":")[0]):
-            return FILE
-        return other_file(data.kind, ours)
+        """Name of the file in its folder for evaluations on its data."""
+        return evaluation_file(self.directory, self.given, self.recipe)
 
     def has_measured(self, found: Evaluation) -> bool:
         """True where an evaluation may be of this saved model, on this run's data where they are known."""

@@ -14,7 +14,7 @@ from acm_compiler.acm.quantized.integers import To
 from acm_compiler.calibration.quantized.quantize import quantize
 from acm_compiler.checkpoint import load
 from acm_compiler.errors import UsageError
-from acm_compiler.evaluation.results import load_evaluation
+from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.passes.rewrite.revert import finalize
 from acm_compiler.planning.plan import Plan
@@ -149,7 +149,9 @@ class Range:
     why: str
 
 
-def budget_range(served: Served, directory: Path, budgets: str | None, most_loss: float | None, *, slo: bool) -> Range:
+def budget_range(
+    served: Served, evaluation: Evaluation | None, budgets: str | None, most_loss: float | None, *, slo: bool
+) -> Range:
     """The budgets from --budgets and --max-loss. UsageError and BudgetUnreachable for what cannot be.
 
     Without either a model that has an objective goes no lower than it was ever evaluated at, and one without keeps the
@@ -158,9 +160,9 @@ def budget_range(served: Served, directory: Path, budgets: str | None, most_loss
     assert served.found is not None
     owner, why = served.found.owner, "the lowest budget allowed"
     if budgets is None:
-        low, found = owner.table_min, load_evaluation(directory)
-        if most_loss is None and found is not None and found.budgets:
-            low, why = max(low, min(row.asked for row in found.budgets)), "the lowest budget evaluated"
+        low = owner.table_min
+        if most_loss is None and evaluation is not None and evaluation.budgets:
+            low, why = max(low, min(row.asked for row in evaluation.budgets)), "the lowest budget evaluated"
         kept = owner.budget if isinstance(owner.budget, float) else owner.default_budget
         high = 1.0 if slo or kept is None else kept
         if not slo:
@@ -169,7 +171,7 @@ def budget_range(served: Served, directory: Path, budgets: str | None, most_loss
         first, _, last = budgets.partition(":")
         low, high = (served.share(parse_budgets(text)[0]) for text in (first, last or first))
     if most_loss is not None:
-        least = _least_budget(directory, most_loss)
+        least = _least_budget(evaluation, most_loss)
         if least > high:
             raise UsageError(
                 "no budget allowed keeps the loss", where="--max-loss", found=most_loss, expected=f"budget {least:.3g}"
@@ -179,12 +181,12 @@ def budget_range(served: Served, directory: Path, budgets: str | None, most_loss
     return Range(low=low, high=high, why=why)
 
 
-def _least_budget(directory: Path, most_loss: float) -> float:
+def _least_budget(found: Evaluation | None, most_loss: float) -> float:
     """The lowest evaluated budget from which on no budget loses more of the metric against the dense model."""
-    found = load_evaluation(directory)
     if found is None or found.metric.dense is None:
-        fix = "measure it: acmc eval DIR"
-        raise UsageError("the metric at each budget is not known", where="--max-loss", found=str(directory), fix=fix)
+        what = "no evaluation of this model" if found is None else "no metric of the dense model"
+        fix = "measure it: acmc eval DIR, which needs the dense model, too"
+        raise UsageError("the metric at each budget is not known", where="--max-loss", found=what, fix=fix)
     if found.metric.is_share and most_loss > 1:
         fix = f"{most_loss:g} points of a hundred are {most_loss / 100:g}"
         raise UsageError(

@@ -17,7 +17,9 @@ import uvicorn
 
 from acm_compiler.errors import UsageError
 from acm_compiler.progress import Say
+from acm_compiler.runs.folder import load_measured
 from acm_compiler.runs.given import Given
+from acm_compiler.runs.opened import saved_recipe
 from acm_compiler.serving.app import create_app
 from acm_compiler.serving.batcher import Batcher, Limits
 from acm_compiler.serving.controller import Controller
@@ -94,7 +96,9 @@ def open_and_serve(
 ) -> None:
     """Open a folder, run the model once, serve it."""
     served = open_served(directory, given, options)
-    found = budget_range(served, directory, bounds.budgets, bounds.max_loss, slo=bounds.slo_s is not None)
+    evaluation = load_measured(directory, given, saved_recipe(directory))
+    found = budget_range(served, evaluation, bounds.budgets, bounds.max_loss, slo=bounds.slo_s is not None)
+    drop_wrong_names(served, found.high, say)
     pace = warm_up(served, found.low, found.high, server.limits.batch, say)
     controller = Controller(pace, low=found.low, high=found.high, slo_s=bounds.slo_s)
     say(f"budget {found.high:.3g}" + (f" to {found.low:.3g}, {found.why}" if bounds.slo_s else ""))
@@ -122,6 +126,16 @@ def serve(served: Served, controller: Controller, options: ServerOptions, at: so
     finally:
         sys.setswitchinterval(turn)
     say("stopped: all that was taken is answered")
+
+
+def drop_wrong_names(served: Served, budget: float, say: Say) -> None:
+    """Leave out names of classes, in a row from 0, that are not as many as the model's classes: they are of others."""
+    names = served.classes
+    if served.kind == "classify" and names and set(names) == set(range(len(names))):
+        (logits,) = served.run([served.reader.sample()], [None], budget)
+        if len(logits) != len(names):
+            served.classes = {}
+            say(f"classes are numbers: {len(names)} names for the model's {len(logits)}")
 
 
 def warm_up(served: Served, low: float, high: float, most: int, say: Say) -> Pace:

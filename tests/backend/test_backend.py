@@ -307,6 +307,31 @@ def choosy_conditions(*shapes):
     return {condition.expression: condition.line for condition in said.conditions}
 
 
+class InRegions(nn.Module):
+    """Blocks that torch compiles by themselves: alike ones once."""
+
+    def __init__(self, *acms) -> None:
+        super().__init__()
+        self.acms, self.norm = nn.ModuleList(acms), nn.LayerNorm(8)
+
+    def forward(self, x):
+        region = torch.compiler.nested_compile_region(lambda site, x: x + site(self.norm(x)))
+        for site in self.acms:
+            x = region(site, x)
+        return x
+
+
+def test_sites_in_nested_regions_are_fused_and_explained(caplog):
+    model, x = InRegions(*stack_of(planned_site("acms.0"), planned_site("acms.1")).acms).eval(), torch.randn(2, 5, 8)
+    with torch.no_grad(), caplog.at_level("INFO", logger="acm_compiler.backend"):
+        torch.testing.assert_close(torch.compile(model, backend="acm")(x), model(x))
+    assert "graph with 1 ACMs: 1 by kernels" in caplog.text
+    torch._dynamo.reset()
+    first, second = acm.explain(model, x).sites
+    assert (first.site, first.implementation, first.fused) == ("acms.0", "cpu", ("norm", "gate", "residual"))
+    assert "the body of a region with others" in second.reason
+
+
 def test_explain_names_what_its_graph_asks_of_sizes_and_the_line_that_does():
     asked = choosy_conditions((4, 5, 8), (1, 5, 1), (1, 1, 8))
     assert asked["x.size(0) < 16"] == f"{__file__}:{line_of(Choosy.forward)} in forward"

@@ -423,6 +423,13 @@ def test_what_has_no_closed_form_is_refused_before_any_data_is_read(changes, err
         calibrate(model, untouched())
 
 
+def test_sites_whose_weights_are_on_meta_are_refused_before_any_data_is_read():
+    model = make_tiny()
+    model.blocks[0].to("meta")
+    with pytest.raises(UsageError, match=r"^blocks\.0\.\S+: calibration needs the weights of every.*\n.*offload="):
+        calibrate(model, iter(()))
+
+
 def test_where_a_plan_holds_for_one_example_batches_of_several_are_refused():
     model = make_tiny()
     owner = conversion(model)

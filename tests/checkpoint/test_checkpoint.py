@@ -134,6 +134,17 @@ def test_a_base_model_with_other_weights_gives_structure_only(saved, caplog):
     assert {m.dense is not None for m in acm.sites(loaded).values() if m.state == "dense"} == {True}
 
 
+def test_a_base_model_with_another_activation_gives_structure_only(saved, caplog):
+    model, x, copied, folder = saved
+    other = copy.deepcopy(model)
+    other.blocks[0].mlp.act = nn.ReLU()
+    loaded = acm.load(folder, base_model=other)
+    assert torch.equal(answer(loaded, x), answer(copied, x))
+    assert "base_model computes something else at blocks.0.mlp: blocks.0.mlp.act: ReLU()" in caplog.text
+    with pytest.raises(NoDenseRegion):
+        acm.revert(loaded)
+
+
 def test_a_base_model_of_another_structure_is_refused(saved):
     *_, folder = saved
     with pytest.raises(PlanMismatch, match="build it as that model was built") as caught:

@@ -128,6 +128,21 @@ def test_rows_hold_every_contender_at_every_budget(contest):
     assert whole.mac_ratio > next(row for row in rows if row.budget == 0.5).mac_ratio
 
 
+@pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, float("-inf")])
+def test_a_wrong_output_shows_beside_what_a_model_never_predicts(contest, masked):
+    never = torch.tensor([0])
+    contest = replace(contest, compiled=contest.converted, answer=lambda y: y.index_fill(-1, never, masked))
+    x = torch.randn(3, 5, 8)
+    assert check_answers(contest, x) == 0
+    with pytest.raises(VerificationFailed, match=r"k = 0.*relative error 1\.0e-02"):
+        check_answers(replace(contest, compiled=lambda x: 1.01 * contest.converted(x)), x)
+
+
+def test_a_model_in_float64_is_compared(contest):
+    contest.converted.double()
+    assert check_answers(replace(contest, compiled=contest.converted), torch.randn(3, 5, 8).double()) == 0
+
+
 @pytest.mark.parametrize(
     "measure",
     [check_answers, lambda contest, x: measure_model(contest, [(3, x)], budgets=(1.0,), rounds=2)],

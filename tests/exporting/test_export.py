@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.errors import AcmError, FixedBudget, StorageError, UsageError, VerificationFailed
+from acm_compiler.exporting.calls import free_axes
 from acm_compiler.exporting.controls import check_controls
 from acm_compiler.exporting.traced import check_answers
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
@@ -250,6 +251,19 @@ def refused(model, path, x, match, **options):
         acm.export(model, path, x, **options)
     assert caught.value.exit_code == 2
     assert not path.exists()
+
+
+@pytest.mark.parametrize("axes", ["1", None, True, 1.5, (1, "2")])
+def test_axes_that_are_no_numbers_are_refused(axes):
+    with pytest.raises(UsageError, match="no such axis"):
+        free_axes(["x"], ((torch.zeros(2, 3, 4),), {}), {"x": axes})
+
+
+def test_other_objects_than_axes_and_controls_and_a_batch_of_none_are_refused(vision, tmp_path):
+    model, x = vision
+    refused(model, tmp_path / "out", x, "dynamic must be a mapping", dynamic=["x"])
+    refused(model, tmp_path / "out", x, "no such control", controls=5)
+    refused(model, tmp_path / "out", x[:0], "hold no example")  # the program would be for none alone
 
 
 def test_what_cannot_be_is_refused_and_nothing_written(vision, tmp_path):

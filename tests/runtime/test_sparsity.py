@@ -63,6 +63,12 @@ def test_calls_of_many_tokens_are_left_alone_and_calls_of_one_skip(model):
     assert torch.equal(continued(model, ids), last)
 
 
+def test_explain_says_where_values_are_skipped(model):
+    acm.set_sparsity(model, 0.4, calls="all")
+    (first, _) = acm.explain(model, {"input_ids": drawn(1, 4), "use_cache": False}).sites
+    assert first.implementation == "skipping" and "for up to 16 tokens" in first.reason
+
+
 @pytest.mark.parametrize("share", [0.15, 0.3, 0.5])
 def test_about_that_share_of_the_chosen_learners_is_skipped_and_the_record_says_so(model, share):
     ids = torch.cat([batch["input_ids"][:, :20] for batch in BATCHES])

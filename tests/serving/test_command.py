@@ -96,7 +96,7 @@ def test_budgets_are_those_of_the_options(images):
     model = small.opened(images, "classify")
 
     def found(budgets=None, *, slo=True):
-        given = budget_range(model, images, budgets, None, slo=slo)
+        given = budget_range(model, load_evaluation(images), budgets, None, slo=slo)
         return given.low, given.high
 
     assert found() == (0.2, 1.0)
@@ -113,7 +113,7 @@ def test_a_loss_that_is_allowed_raises_the_floor(images, tmp_path):
     assert load_evaluation(tmp_path) is not None
 
     def floor(loss, budgets=None):
-        return budget_range(model, tmp_path, budgets, loss, slo=True).low
+        return budget_range(model, load_evaluation(tmp_path), budgets, loss, slo=True).low
 
     lowest = min(row.asked for row in evaluation.budgets)
     assert lowest > 0.19 and floor(None) == lowest  # at budgets below nobody knows what is lost

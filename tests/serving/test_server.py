@@ -13,7 +13,7 @@ from acm_compiler.serving.batcher import Limits
 from acm_compiler.serving.controller import Controller
 from acm_compiler.serving.open_served import ModelOptions, open_served
 from acm_compiler.serving.pace import Line, Pace
-from acm_compiler.serving.server import is_padding_idle, warm_up
+from acm_compiler.serving.server import drop_wrong_names, is_padding_idle, warm_up
 from acm_compiler.tasks.embed import Embed
 from tests.helpers import served as small
 
@@ -59,6 +59,17 @@ def test_a_dense_model_can_be_measured_too(texts):
 def test_classes_of_texts_have_the_names_that_the_data_give_them(texts):
     data = f"{{kind: texts, split: eval, tokenizer: {texts / 'tokenizer.json'}, classes: [prose, code]}}"
     assert small.opened(texts, "classify", data).classes == {0: "prose", 1: "code"}
+
+
+def test_names_that_are_not_as_many_as_the_models_classes_are_left_out(tmp_path):
+    small.save_images(tmp_path)
+    served, said = small.opened(tmp_path, "classify"), []
+    own = served.classes
+    drop_wrong_names(served, 1.0, said.append)
+    assert served.classes == own and len(own) > 1 and not said
+    served.classes = {0: "of another data set"}
+    drop_wrong_names(served, 1.0, said.append)
+    assert served.classes == {} and said == [f"classes are numbers: 1 names for the model's {len(own)}"]
 
 
 def test_connections_outlive_those_of_clients_and_threads_take_short_turns(texts, monkeypatch):

@@ -61,6 +61,19 @@ def other_layer(flow: Dataflow, linear: str, *, stop: Iterable[str]) -> str | No
     return None
 
 
+def attends_projections(flow: Dataflow, x: str) -> bool:
+    """True if `x` is made, with no linear between, of one that gives queries, or values that are not the keys, too."""
+    todo, seen = [x], {x}
+    while todo:
+        for name in set(flow.live_args(todo.pop())) - seen:
+            seen.add(name)
+            if name not in flow.linears:
+                todo.append(name)
+            elif (roles := _forward_roles(flow, name, set())) == {"v"} or "q" in roles:
+                return True
+    return False
+
+
 def _next_linear(flow: Dataflow, name: str) -> str | None:
     """A linear that the value flows into through operations on it alone."""
 

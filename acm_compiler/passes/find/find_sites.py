@@ -15,16 +15,18 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from acm_compiler.passes.find.attention_roles import attention_role, other_layer
+from acm_compiler.passes.find.attention_roles import attends_projections, attention_role, other_layer
 from acm_compiler.passes.find.bypass import find_bypass
 from acm_compiler.passes.find.choose_graft import choose_graft
 from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.find_mlps import find_mlps
 from acm_compiler.passes.find.head_pairs import with_pairs
-from acm_compiler.passes.find.linears import QUANTISED_LINEAR
+from acm_compiler.passes.find.linears import QUANTISED_LINEAR, SEVERAL_MATRICES
 from acm_compiler.passes.find.skips import ROUTER, adapters, answers_model, chooses_experts, routed_tokens, skips_of
 from acm_compiler.passes.find.values import Linear, LookAlike, Region
 from acm_compiler.site import LinearRef, Role, Site, Skip
+
+_STACKED = "its parameter holds several matrices: make each a parameter, or stack their rows in one [rows, in]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ def _refuse(flow: Dataflow, mlps: Sequence[Region]) -> tuple[list[Region], list[
     kept: list[Region] = []
     refused: list[LookAlike] = []
     for region in mlps:
-        reason = routed_tokens(flow, region) or answers_model(flow, region)
+        reason = routed_tokens(flow, region) or answers_model(flow, region.x, region.output)
         if reason is None:
             kept.append(region)
         else:
@@ -210,12 +212,18 @@ def find_projections(flow: Dataflow, *, without: set[str]) -> tuple[list[Region]
 def _refusal(flow: Dataflow, linear: Linear, role: str, *, stop: Iterable[str]) -> str | None:
     """Reason why the projection cannot be a site; None where it can."""
     if linear.ref is None:
-        return f"attention {role}: {linear.problem}"
+        # `q, k, v = self.w.unbind()` of a parameter [3, D, D]: by their roles, no experts
+        stacked = role != "o" and linear.problem == SEVERAL_MATRICES
+        problem = _STACKED if stacked else linear.problem
+        return f"attention {role}: {problem}"
     if chooses_experts(flow, linear.name):
         return ROUTER
     if role not in get_args(Role):
         return f"packed projection ({role}): {' and '.join(role)} in one weight; split it into one linear each"
-    other = other_layer(flow, linear.name, stop=stop) if role != "o" else None
+    if role == "o":
+        # `head(norm(attend(self.query, streams, streams)))`: a pool of what the layers gave, then the model's head
+        return None if attends_projections(flow, linear.x) else answers_model(flow, linear.x, linear.name)
+    other = other_layer(flow, linear.name, stop=stop)
     if other is None:
         return None
     reader = flow.label(other, flow.linears[other].weight)

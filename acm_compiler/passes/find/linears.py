@@ -15,6 +15,7 @@ from acm_compiler.passes.find.weight_views import Views, WeightView, linear_ref
 
 QUANTISED_LINEAR = "quantised linear: convert the model as it was before it was quantised"
 OWN_BIAS = "its bias is computed (merge or remove what computes it)"
+SEVERAL_MATRICES = "mixture of experts: its parameter holds several matrices; experts are not converted"
 _BUFFER = "its weight is a buffer, and only parameters are converted: register it as a parameter"
 _FUSED_BIAS = op_set("matmul mm einsum inner tensordot")
 
@@ -115,11 +116,9 @@ def _matrix_product(value: Value, values: Mapping[str, Value], views: Mapping[st
         return None
     left, right = operands[1:3] if value.op == "baddbmm" else operands[:2]
     if not values[right.name].live and (values[right.name].learned or _is_quantised_matrix(values[right.name], values)):
-        rank = len(values[right.name].shape or ())
-        if rank == 2:
+        if len(values[right.name].shape or ()) == 2:
             return _Product(x=left, weight=right)
-        problem = f"mixture of experts: its weight has {rank} dimensions; experts are not converted"
-        return _Product(x=left, weight=right, problem=problem) if right.name in views else None
+        return _Product(x=left, weight=right, problem=SEVERAL_MATRICES) if right.name in views else None
     problem = "its weight multiplies from the left, which mixes tokens"
     return _Product(x=right, weight=left, problem=problem) if left.name in views else None
 
@@ -197,7 +196,7 @@ def _is_quantised_matrix(weight: Value, values: Mapping[str, Value]) -> bool:
 
 def _opaque_weight(parameter: Value) -> str:
     if len(parameter.shape or ()) > 2:
-        return "mixture of experts: its parameter holds several matrices; experts are not converted"
+        return SEVERAL_MATRICES
     return "its weight is computed from parameters (merge or remove what computes it)"
 
 

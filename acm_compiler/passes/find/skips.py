@@ -38,11 +38,9 @@ _SCALED = COPIES | RESHAPES | SCALES
 _ENDS = PRODUCTS | CONVOLUTIONS | {"linear", "scaled_dot_product_attention", "embedding"}
 
 
-def answers_model(flow: Dataflow, region: Region) -> str | None:
-    """The reason, where the region's output becomes the model's output without passing a bypass or a weight."""
-    if find_bypass(flow, region.x, region.output).found:
-        return None
-    return CLASSIFIER if _reaches_output(flow, region.output) else None
+def answers_model(flow: Dataflow, x: str, output: str) -> str | None:
+    """The reason, where `output`, made from `x`, becomes the model's output without passing a bypass or a weight."""
+    return CLASSIFIER if not find_bypass(flow, x, output).found and _reaches_output(flow, output) else None
 
 
 def routed_tokens(flow: Dataflow, region: Region) -> str | None:
@@ -121,9 +119,7 @@ def _plain_reason(flow: Dataflow, linear: Linear) -> str:
         return linear.problem
     if chooses_experts(flow, linear.name):
         return ROUTER
-    if not find_bypass(flow, linear.x, linear.name).found and _reaches_output(flow, linear.name):
-        return CLASSIFIER
-    return _NEITHER
+    return answers_model(flow, linear.x, linear.name) or _NEITHER
 
 
 def kept_dense(flow: Dataflow, sites: Sequence[Site], skips: Iterable[Skip]) -> list[Skip]:

@@ -342,6 +342,25 @@ def test_rows_of_one_parameter_used_apart_are_projections_of_their_own():
     assert len({site.name for site in sites}) == 4
 
 
+def test_projections_stacked_in_one_parameter_are_no_experts():
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.o = nn.Parameter(torch.randn(3, WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return x + self.o(sdpa(self, *(F.linear(x, weight) for weight in self.weight.unbind())))
+
+    roles, skips = roles_of(Stack(Stacked()))
+    assert roles == {"o": "o"}
+    reasons = {skip.reason for skip in skips if skip.name == "blocks.0.weight"}
+    assert reasons == {
+        f"attention {role}: its parameter holds several matrices: make each a parameter, or stack their rows in one "
+        "[rows, in]"
+        for role in "qkv"
+    }
+
+
 def test_a_classifier_after_attention_is_no_output_projection():
     class NoProjection(nn.Module):
         def __init__(self):
@@ -354,6 +373,31 @@ def test_a_classifier_after_attention_is_no_output_projection():
     roles, skips = roles_of(Stack(NoProjection()))
     assert roles == {"q": "q", "k": "k", "v": "v"}
     assert "head" in {skip.name for skip in skips}
+
+
+def test_a_head_behind_a_pool_by_a_learned_query_is_no_output_projection():
+    class Pool(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.down = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Linear(WIDTH, WIDTH)
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+        def forward(self, x):
+            x = x + self.down(x.tanh())
+            return self.head(self.norm(F.scaled_dot_product_attention(self.query.expand(len(x), -1, -1), x, x)))
+
+    sites, skips = find_sites(model := Pool().eval(), capture(model, torch.randn(2, TOKENS, WIDTH)))
+    assert not sites
+    assert {skip.name: skip.reason for skip in skips}["head"].startswith("classifier")
+
+
+def test_an_attention_that_is_the_whole_model_keeps_its_output_projection():
+    class Whole(Projected):
+        def forward(self, x):
+            return self.o(self.attention(self, self.q(x), self.k(x), self.v(x)))
+
+    sites, _ = find_sites(model := Whole(written_out).eval(), capture(model, torch.randn(2, TOKENS, WIDTH)))
+    assert [site.role for site in sites] == ["q", "k", "v", "o"]
 
 
 def test_a_bias_on_the_scores_is_no_projection():

@@ -116,7 +116,7 @@ class OwnMetric(Task):
     def score(self, output: Any, batch: Batch) -> Tensor:
         """The function's scores as fp32 [B]. UsageError where there is not one number per example."""
         found = one_per_example(
-            self.function(output, batch),
+            self.function(output, _as_given(batch)),
             batch,
             "metric must return one score per example",
             where=self.metric,
@@ -130,6 +130,11 @@ class OwnMetric(Task):
                 fix="look for nan in the model's output, or give an example that has no score that of a miss",
             )
         return found.float()
+
+
+def _as_given(batch: Batch) -> Batch:
+    """The batch with its labels under the name that a loader of transformers gives them, too."""
+    return {"labels": batch["label"], **batch} if "label" in batch else batch
 
 
 def task_for(

@@ -50,6 +50,13 @@ def test_a_task_by_name_and_a_metric_of_ones_own_measure_the_same():
     assert str(by_task).splitlines()[0].split()[:2] == ["budget", "reached"]
 
 
+def test_a_metric_reads_labels_by_the_name_that_its_loader_gives_them():
+    batches = [{"image": image, "labels": label} for image, label in pairs()]
+    found = acm.evaluate(picture_model(), batches, metric=lambda y, b: y.argmax(-1) == b["labels"], budgets=[1.0])
+    by_pairs = acm.evaluate(picture_model(), pairs(), metric=accuracy, budgets=[1.0])
+    assert found.budgets[0].metric == by_pairs.budgets[0].metric
+
+
 def test_a_score_that_is_not_finite_is_refused_where_it_is_met():
     def broken(output, batch):
         return torch.where(batch["label"] == batch["label"][0], torch.inf, output.sum(-1))

@@ -58,7 +58,8 @@ def evaluate(
     batches: as a loader gives them: mappings of tensors, which the model takes by name, or pairs (inputs, label).
     task: "classify", "causal_lm", "embed", …, a section as in a recipe, or an object with the methods of a task.
     metric: in place of a task, a function of (output, batch) that gives one score per example, [B]. The batch is a
-    mapping, in which a pair's are called `image` and `label`. One whose name ends in accuracy is shown in percent.
+    mapping, in which a pair's are called `image` and `label`, and `labels` go by either name. One whose name ends in
+    accuracy is shown in percent.
     budgets: shares of learner MACs, or texts as `acm.set_budget` takes them; None: those of .25, .4, .6, .75 and 1
     that the model reaches. fixed_k: measure every token at the same k, too, for each k, as the control of the gates;
     None: where no budgets are given.

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.calibration.answer import output_of
-from acm_compiler.data.batch import Batch, as_batch, size_of
+from acm_compiler.data.batch import Batch, size_of
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.tasks import names_share
 from acm_compiler.sources.inputs import Inputs, in_mode
@@ -249,11 +249,6 @@ def missing_parts(given: Any, needed: Iterable[str]) -> list[str]:
     if isinstance(given, Task):
         return [part for part in needed if part in _OWN and getattr(type(given), part) is getattr(Task, part)]
     return [part for part in needed if not hasattr(given, part)]
-
-
-def batch_for(task: Task, given: Any) -> Batch:
-    """The batch that a loader gave, for `task`: a user's own finds its data's names there, as it does in training."""
-    return as_batch(given, rename=not isinstance(task, UsersTask))
 
 
 class UsersTask(Task):

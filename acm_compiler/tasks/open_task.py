@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from acm_compiler.data.batch import Batch, Facts
+from acm_compiler.data.batch import Batch, Facts, as_batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.load import task_section
 from acm_compiler.recipe.tasks import (
@@ -26,7 +26,7 @@ from acm_compiler.recipe.tasks import (
     refuse_other_head,
 )
 from acm_compiler.sources.from_python import call_function
-from acm_compiler.tasks.base import NEEDED, Task, as_task, missing_parts, one_per_example
+from acm_compiler.tasks.base import NEEDED, Task, UsersTask, as_task, missing_parts, one_per_example
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
@@ -176,3 +176,8 @@ def task_for(
             fix="a function that scores outputs goes to metric=",
         )
     return as_task(given)
+
+
+def batch_for(task: Task, given: Any) -> Batch:
+    """The batch that a loader gave, for `task`: a user's own finds its data's names there, as it does in training."""
+    return as_batch(given, rename=not isinstance(task, UsersTask))

@@ -156,7 +156,7 @@ class _Runs:
         self.masked = False
 
     def take(self, given: Any) -> Batch:
-        """What a loader gave as a batch on the model's device, after the dense model has run on it."""
+        """A loader's batch on the model's device, after the dense model has run on it."""
         batch = {name: value.to(self.device) for name, value in batch_for(self.task, given).items()}
         self._groups.append(sources_of(batch, sum(map(len, self._groups))))
         self._units.append(self.task.units(batch).cpu())

@@ -171,7 +171,7 @@ GRAFTS = {
 
 
 class InputOverwritten(Plain):
-    """What an ACM in the last linear's place would read is written to before that runs, here through a view."""
+    """An MLP whose input, which an ACM in the last linear's place reads, is written to before, through a view."""
 
     def forward(self, x):
         z = self.norm(x)

@@ -150,7 +150,7 @@ def test_losses_read_and_forget_the_forwards_and_refuse_without_any():
     model = relaxed(make_model())
     model(torch.randn(2, TOKENS, 6))
     losses(model, budget=0.6)
-    with pytest.raises(NothingRecorded, match="relax.*use_reentrant=False"):
+    with pytest.raises(NothingRecorded, match=r"relax.*use_reentrant=False"):
         losses(model, budget=0.6)
 
 

@@ -150,6 +150,9 @@ class ACM(nn.Module):
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"choices": []}  # their graphs are this module's forwards', and cannot be copied
+
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_torchscript(self.name)
 
@@ -173,9 +176,8 @@ class ACM(nn.Module):
             bits, k_lo, k_hi = held(names, self, kind="_buffers")
         knob = bits.view(torch.float32)
         if ops.gate_is_operator(x_TD):
-            gate = self.gate
-            tensors = (x_TD, *gate.weights(), knob, k_lo, k_hi)
-            return ops.run_gate(*tensors, cost=self.cost, k_min=self.k_min, rule=gate.rule)
+            tensors = (x_TD, *self.gate.weights(), knob, k_lo, k_hi)
+            return ops.run_gate(*tensors, cost=self.cost, k_min=self.k_min, rule=self.gate.rule)
         return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
 
     def _of_examples(self, values_B: Tensor, shape: torch.Size) -> Tensor:
@@ -228,8 +230,7 @@ class ACM(nn.Module):
     def _report(self, k_T: Tensor, x: Tensor) -> None:
         if self.counts is not None and not recomputing() and (torch.compiler.is_compiling() or not any(transforms())):
             self.counts.add_(tokens.count_k(k_T, self.mask_of(x.shape[:-1]), self.count))
-        observers = observers_of(self.conversion)
-        if observers and not recomputing():
+        if (observers := observers_of(self.conversion)) and not recomputing():
             k_BS, mask_BS = self.by_example(k_T, x.shape[:-1]), self._mask(x.shape[:-1])
             for observe in observers:
                 observe(self, k_BS, mask_BS, x)

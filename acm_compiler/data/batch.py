@@ -110,11 +110,11 @@ def refuse_no_batches(batches: object) -> None:
         )
 
 
-def as_batch(given: Any) -> Batch:
+def as_batch(given: Any, *, rename: bool = True) -> Batch:
     """A batch as users' loaders give it: a mapping of tensors, a pair (inputs, label), or the inputs alone.
 
-    One tensor of inputs is called `image`, as in data sets, whatever it holds; `labels` are called `label`, so that
-    they do not go to the model. DataError for anything else.
+    One tensor of inputs is called `image`, as in data sets, whatever it holds; with `rename`, `labels` are called
+    `label`, so that they do not go to the model. DataError for anything else.
     """
     inputs, labels = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, None)
     batch = {"image": inputs} if isinstance(inputs, Tensor) else inputs
@@ -126,7 +126,7 @@ def as_batch(given: Any) -> Batch:
         )
     if labels is not None:
         batch = {**batch, "label": labels}
-    elif "labels" in batch and "label" not in batch:
+    elif rename and "labels" in batch and "label" not in batch:
         batch = {"label" if name == "labels" else name: value for name, value in batch.items()}
     wrong = next((name for name, value in batch.items() if not isinstance(value, Tensor)), None)
     if wrong is not None:

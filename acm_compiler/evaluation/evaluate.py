@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.calibration.answer import output_of
-from acm_compiler.data import Batch, as_batch, refuse_no_batches
+from acm_compiler.data import Batch, refuse_no_batches
 from acm_compiler.data.batch import sources_of
 from acm_compiler.errors import DataError, NoDenseRegion
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
@@ -32,7 +32,7 @@ from acm_compiler.runtime.control import FixedK, set_budget, set_k
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.inputs import in_mode
-from acm_compiler.tasks import Score, Task, task_for
+from acm_compiler.tasks import Score, Task, batch_for, task_for
 
 Setting = float | str | FixedK
 _LOG = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ def evaluate(
     batches: as a loader gives them: mappings of tensors, which the model takes by name, or pairs (inputs, label).
     task: "classify", "causal_lm", "embed", …, a section as in a recipe, or an object with the methods of a task.
     metric: in place of a task, a function of (output, batch) that gives one score per example, [B]. The batch is a
-    mapping, in which a pair's are called `image` and `label`. One whose name ends in accuracy is shown in percent.
+    mapping, in which a pair's are called `image` and `label`, and `labels` go by either name. One whose name ends in
+    accuracy is shown in percent.
     budgets: shares of learner MACs, or texts as `acm.set_budget` takes them; None: those of .25, .4, .6, .75 and 1
     that the model reaches. fixed_k: measure every token at the same k, too, for each k, as the control of the gates;
     None: where no budgets are given.
@@ -84,7 +85,7 @@ def evaluate(
         tallies = _tallies(model, _distinct(settings, plan), plan)
         run_once = {tally: setting for setting, _, tally in tallies}
         for batch in batches:
-            on_device = runs.take(as_batch(batch))
+            on_device = runs.take(batch)
             for tally, setting in run_once.items():
                 _apply(model, setting)
                 runs.measure(on_device, tally)
@@ -154,9 +155,9 @@ class _Runs:
         self._units: list[Tensor] = []
         self.masked = False
 
-    def take(self, batch: Batch) -> Batch:
-        """The batch on the model's device, after the dense model has run on it."""
-        batch = {name: value.to(self.device) for name, value in batch.items()}
+    def take(self, given: Any) -> Batch:
+        """A loader's batch on the model's device, after the dense model has run on it."""
+        batch = {name: value.to(self.device) for name, value in batch_for(self.task, given).items()}
         self._groups.append(sources_of(batch, sum(map(len, self._groups))))
         self._units.append(self.task.units(batch).cpu())
         if self.dense_from is not None:

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from torch import nn
 
 from acm_compiler.calibration.recalibrate import known_damages
-from acm_compiler.data import as_batch
 from acm_compiler.data.batch import size_of
 from acm_compiler.errors import UsageError
 from acm_compiler.evaluation import wording
@@ -40,7 +39,7 @@ from acm_compiler.reporting.figures import (
 from acm_compiler.reporting.load_facts import foreground_facts, load_chart, map_facts, text_facts
 from acm_compiler.reporting.page_facts import budget_table, cost_alt, cost_caption, headline, method_facts, site_facts
 from acm_compiler.reporting.time_chart import time_alt, time_chart, time_facts
-from acm_compiler.tasks import Task, task_for
+from acm_compiler.tasks import Task, batch_for, task_for
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -190,7 +189,7 @@ def report(
     if examples is not None:
         unscored = None if task is not None else lambda _, batch: torch.zeros(size_of(batch))
         judge = task_for(task, unscored, model=model)
-        loads = find_loads(model, evaluation, lambda: as_batch(examples), judge)
+        loads = find_loads(model, evaluation, lambda: batch_for(judge, examples), judge)
     return write_report(
         folder_at(directory),
         Report(

@@ -206,7 +206,7 @@ def example_of(built: BuiltModel) -> Inputs:
         raise UsageError(
             "the shape of one example of this model is unknown",
             where=str(built.record.get("name")),
-            fix="give --input 1x3x224x224, or the recipe's `input:`",
+            fix="give --input 1x3x224x224 (1x128:int for a text's tokens), or the recipe's `input:`",
         )
     return built.example_inputs
 

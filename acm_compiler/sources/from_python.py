@@ -30,7 +30,9 @@ def find_function(reference: str) -> Callable[..., Any]:
         raise UsageError(
             f"there is no module {error.name!r}",
             where=reference,
-            fix="install its package, or run from (or add to PYTHONPATH) the folder that holds it",
+            fix="name it as Python imports it, package.module without .py"
+            if module_name.endswith(".py")
+            else "install its package, or run from (or add to PYTHONPATH) the folder that holds it",
         ) from error
     if error is not None:
         raise failed(reference, f"importing {module_name} raised", error)

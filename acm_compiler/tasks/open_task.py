@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from acm_compiler.data.batch import Batch, Facts
+from acm_compiler.data.batch import Batch, Facts, as_batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.load import task_section
 from acm_compiler.recipe.tasks import (
@@ -26,7 +26,7 @@ from acm_compiler.recipe.tasks import (
     refuse_other_head,
 )
 from acm_compiler.sources.from_python import call_function
-from acm_compiler.tasks.base import NEEDED, Task, as_task, missing_parts, one_per_example
+from acm_compiler.tasks.base import NEEDED, Task, UsersTask, as_task, missing_parts, one_per_example
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import open_ctc
 from acm_compiler.tasks.embed import Embed
@@ -116,7 +116,7 @@ class OwnMetric(Task):
     def score(self, output: Any, batch: Batch) -> Tensor:
         """The function's scores as fp32 [B]. UsageError where there is not one number per example."""
         found = one_per_example(
-            self.function(output, batch),
+            self.function(output, _as_given(batch)),
             batch,
             "metric must return one score per example",
             where=self.metric,
@@ -130,6 +130,11 @@ class OwnMetric(Task):
                 fix="look for nan in the model's output, or give an example that has no score that of a miss",
             )
         return found.float()
+
+
+def _as_given(batch: Batch) -> Batch:
+    """The batch with its labels under the name that a loader of transformers gives them, too."""
+    return {"labels": batch["label"], **batch} if "label" in batch else batch
 
 
 def task_for(
@@ -171,3 +176,8 @@ def task_for(
             fix="a function that scores outputs goes to metric=",
         )
     return as_task(given)
+
+
+def batch_for(task: Task, given: Any) -> Batch:
+    """The batch that a loader gave, for `task`: a user's own finds its data's names there, as it does in training."""
+    return as_batch(given, rename=not isinstance(task, UsersTask))

@@ -143,7 +143,8 @@ def take_choices(model: nn.Module) -> RelaxedChoices:
     if not any(taken.values()):
         raise NothingRecorded(
             "no relaxed forward ran since the last call of losses",
-            fix="acm.relax(model, temperature), then model.train() and a forward with gradients, and losses after it",
+            fix="acm.relax(model, temperature), then model.train() and a forward with gradients, which checkpoints "
+            "keep with use_reentrant=False alone, and losses after it",
         )
     if len({call.thread for calls in taken.values() for call in calls}) > 1:
         raise UsageError(

@@ -50,6 +50,28 @@ def test_a_task_by_name_and_a_metric_of_ones_own_measure_the_same():
     assert str(by_task).splitlines()[0].split()[:2] == ["budget", "reached"]
 
 
+def test_a_metric_reads_labels_by_the_name_that_its_loader_gives_them():
+    batches = [{"image": image, "labels": label} for image, label in pairs()]
+    found = acm.evaluate(picture_model(), batches, metric=lambda y, b: y.argmax(-1) == b["labels"], budgets=[1.0])
+    by_pairs = acm.evaluate(picture_model(), pairs(), metric=accuracy, budgets=[1.0])
+    assert found.budgets[0].metric == by_pairs.budgets[0].metric
+
+
+def test_a_task_of_a_users_own_reads_its_data_under_the_names_that_training_gives_it():
+    class Reads:
+        metric = "accuracy"
+        mask = staticmethod(lambda batch: None)
+        inputs = staticmethod(lambda batch: batch["image"])
+        units = staticmethod(lambda batch: torch.ones(len(batch["labels"])))
+        score = staticmethod(lambda output, batch: (output.argmax(-1) == batch["labels"]).float())
+        answer = staticmethod(lambda output, mask=None: output)
+
+    batches = [{"image": image, "labels": label} for image, label in pairs()]
+    found = acm.evaluate(picture_model(), batches, Reads(), budgets=[1.0])
+    by_metric = acm.evaluate(picture_model(), pairs(), metric=accuracy, budgets=[1.0])
+    assert found.budgets[0].metric == by_metric.budgets[0].metric
+
+
 def test_a_score_that_is_not_finite_is_refused_where_it_is_met():
     def broken(output, batch):
         return torch.where(batch["label"] == batch["label"][0], torch.inf, output.sum(-1))

@@ -146,6 +146,7 @@ def test_models_that_read_values_while_built_are_on_meta_too_and_stay_tied():
         ({"source": "shipped", "name": "digits_vti"}, "did you mean 'digits_vit'"),
         ({"source": "shipped", "name": "digits_vit", "weights": "best"}, "have no weights named 'best'"),
         ({"source": "python", "name": "no_module_of_this_name:f"}, "no module 'no_module_of_this_name'"),
+        ({"source": "python", "name": "no_module_here.py:f"}, "no module.*\n.*package.module without .py"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -150,8 +150,17 @@ def test_losses_read_and_forget_the_forwards_and_refuse_without_any():
     model = relaxed(make_model())
     model(torch.randn(2, TOKENS, 6))
     losses(model, budget=0.6)
-    with pytest.raises(NothingRecorded, match="relax"):
+    with pytest.raises(NothingRecorded, match=r"relax.*use_reentrant=False"):
         losses(model, budget=0.6)
+
+
+def test_a_copy_begins_without_the_forwards_that_no_losses_have_taken():
+    model = relaxed(make_model())
+    model(torch.randn(2, TOKENS, 6))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(NothingRecorded):
+            losses(copied, 0.5)
+    assert losses(model, 0.5)["budget"].requires_grad
 
 
 def test_a_forward_of_padding_alone_has_losses_and_gradients_of_zero():

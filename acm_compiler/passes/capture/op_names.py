@@ -175,16 +175,23 @@ _DUNDERS = {f"__i{name}__" for name in (*_AUGMENTED, "lshift", "rshift")} | {"__
 
 def written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that `func` writes to, judged by torch's naming and schemas."""
-    found: list[Tensor] = []
-    for position, name in _written_arguments(func):
-        if position < len(args):
-            found += tensors(args[position])
-        elif name in kwargs:
-            found += tensors(kwargs[name])
-    if kwargs:
-        found += tensors(kwargs.get("out"))
+    return tensors(_written(func, args, kwargs))
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a captured call writes to, by the same rules."""
+    found: list[fx.Node] = []
+    if node.op == "call_function":
+        fx.map_arg(_written(node.target, node.args, node.kwargs), found.append)
+    return found
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that `func` writes to."""
+    found = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)]
+    found.append(kwargs.get("out"))
     if _works_in_place(func, args, kwargs):
-        found += tensors(args[0] if args else kwargs.get("input"))
+        found.append(args[0] if args else kwargs.get("input"))
     return found
 
 

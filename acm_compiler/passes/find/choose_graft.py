@@ -13,12 +13,24 @@ import math
 from collections.abc import Sequence
 
 from acm_compiler.passes.capture.graph import ModuleCall, Signature
-from acm_compiler.passes.capture.op_names import ACTIVATIONS, COPIES, DROPOUTS, RESHAPES, SCALES, SUMS, argument
+from acm_compiler.passes.capture.op_names import (
+    ACTIVATIONS,
+    COPIES,
+    DROPOUTS,
+    MOVES,
+    RESHAPES,
+    SCALES,
+    SUMS,
+    argument,
+    op_set,
+    written_nodes,
+)
 from acm_compiler.passes.find.dataflow import Dataflow
 from acm_compiler.passes.find.values import Region, Value
 from acm_compiler.site import Graft
 
 _ANY_WIDTH = COPIES | SCALES | SUMS | (ACTIVATIONS - {"glu"})
+_SHARE_MEMORY = (COPIES | RESHAPES | MOVES | op_set("result overwritten alias_of")) - {"clone"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +84,8 @@ def choose_graft(flow: Dataflow, runs: Sequence[Region], *, traced: bool) -> Pla
         graft = _joined([_graft(place) for place in places])
     if isinstance(graft, str):
         return graft
+    if graft.kind != "W" and (write := next(filter(None, map(_overwritten, places)), None)):
+        return f"its input is overwritten{write.place} before its last layer, where an ACM reads it; write a new tensor"
     if graft.kind == "R":
         return Placement(name=_path_of(places[0], traced=traced), graft=graft, inputs=tuple(run.x for run in runs))
     name = graft.modules[0 if graft.kind == "W" else -1]
@@ -187,6 +201,28 @@ def _retrace(place: _Place) -> Graft:
             break
         common = calls[0].fqn
     return Graft(kind="R", modules=(common,))
+
+
+def _overwritten(place: _Place) -> Value | None:
+    """The first write to the site's input, or to memory that it may share, between its linears; None without one."""
+    values, ran = place.flow.values, [place.flow.position[name] for name in place.region.linears]
+    memory = _memory(place, place.region.x)
+    for value in list(values.values())[min(ran) + 1 : max(ran)]:
+        if any(_memory(place, node.name) == memory for node in written_nodes(value.node)):
+            return value
+    return None
+
+
+def _memory(place: _Place, name: str) -> str:
+    """The value that `name` is, or may be, a view of, or was before it was written to."""
+    while (value := place.flow.values.get(name)) is not None:
+        sources = [node.name for node in written_nodes(value.node)]
+        if value.op in _SHARE_MEMORY:
+            sources += value.args
+        if not sources:
+            break
+        name = sources[0]
+    return name
 
 
 def _in_order(place: _Place, names: frozenset[str]) -> list[str]:

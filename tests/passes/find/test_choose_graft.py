@@ -170,6 +170,39 @@ GRAFTS = {
 }
 
 
+class InputOverwritten(Plain):
+    """An MLP whose input, which an ACM in the last linear's place reads, is written to before, through a view."""
+
+    def forward(self, x):
+        z = self.norm(x)
+        h = self.up(z)
+        z[:, 1:].mul_(2)
+        return x + self.down(self.act(h)) + z
+
+
+class CopyOverwritten(InputOverwritten):
+    """The same computation, with z as it was for whoever reads it."""
+
+    def forward(self, x):
+        z = self.norm(x)
+        h = self.up(z)
+        scaled = z.clone()
+        scaled[:, 1:].mul_(2)
+        return x + self.down(self.act(h)) + scaled
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_input_that_is_overwritten_before_the_last_linear_is_no_sites(traced):
+    for block, found in ((InputOverwritten(), 0), (CopyOverwritten(), 1)):
+        block.norm = nn.LayerNorm(WIDTH)
+        model = Stack(block).eval()
+        model = fx.symbolic_trace(model) if traced else model
+        sites, skips = find_sites(model, capture(model, example()))
+        assert len(sites) == found
+        told = "its input is overwritten"
+        assert found or [s.name for s in skips if s.reason.startswith(told)] == ["blocks.0.up", "blocks.0.down"]
+
+
 def placed(graft: Graft) -> Graft:
     """The graft of a block on its own, as it is inside a `Stack`."""
     modules = tuple(f"blocks.0.{name}".rstrip(".") for name in graft.modules)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import sysconfig
 import zlib
 from collections import Counter
@@ -72,7 +73,8 @@ def _folder_of(root: str | None, name: str) -> Path:
     if root is not None:
         places = [Path(installed_path(root)) / name]
     else:
-        places = [Path(sysconfig.get_paths()[place]) / name for place in ("purelib", "platlib", "stdlib")]
+        own = (sysconfig.get_paths()[place] for place in ("purelib", "platlib", "stdlib"))
+        places = [Path(place) / name for place in (*own, *sys.path)]  # packages of a user or the system lie elsewhere
     found = next((place for place in places if place.is_dir()), None)
     if found is None:
         raise DataError(

@@ -94,8 +94,9 @@ def require_products_in_flight(built) -> None:
     assert built.instructions["WARPGROUP"] <= built.instructions["HGMMA"], built
 
 
-# instructions that Triton 3.9 adds where wgmma's sums and a gathered operand fill all registers (sm_90)
-SPILLS = {"layer1": 27} if version("triton").startswith("3.9") else {}
+# instructions that a Triton adds where wgmma's sums fill all registers (sm_90): 3.6 beside a residual, 3.9 beside a
+# gathered operand
+SPILLS = {"3.6": {"layer2 w_out": 6}, "3.9": {"layer1": 27}}.get(version("triton")[:3], {})
 
 
 def require_good(spec: KernelSpec, arch: int, tokens: int, *, turns: bool = False) -> None:

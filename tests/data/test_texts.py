@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from acm_compiler.data import BatchStream, open_dataset
+from acm_compiler.data.paragraphs import draw_paragraphs
 from acm_compiler.data.texts import TokenizedTexts
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.datasets import TextData
@@ -69,6 +70,11 @@ def test_paragraphs_are_prose_and_no_source_is_in_both_splits(folder):
     everything = {*train.texts, *held_out.texts}
     assert len(everything) == len(train) + len(held_out) <= 120
     assert all(text[0].isupper() and len(text.split()) >= 8 for text in everything)
+
+
+def test_a_package_of_the_user_or_the_system_is_a_class_like_those_of_this_environment(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder.parent)
+    assert draw_paragraphs(None, "train", 4, seed=0, classes=(folder.name,))
 
 
 def test_the_same_seed_draws_the_same_paragraphs(folder):

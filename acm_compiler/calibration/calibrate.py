@@ -156,7 +156,6 @@ def _fittable(model: nn.Module, options: Options) -> Rewritten:
     found = wholly_rewritten(model, "calibration")
     refuse_inference_tensors(model)
     refuse_quantized(found.acms, "calibration")
-    refuse_meta(found.acms, "calibration")
     device = next(iter(found.acms.values())).k_lo.device
     if options.offload not in (None, "cpu") and device.type != "cpu":
         raise UsageError(
@@ -164,6 +163,7 @@ def _fittable(model: nn.Module, options: Options) -> Rewritten:
             found=f"a model on {device}",
             fix="offload to the memory of the CPU: offload='cpu'; or calibrate there: model.cpu(), run.device: cpu",
         )
+    refuse_meta(found.acms, "calibration")
     refuse_adapted(found.acms, "calibration")
     refuse_skips(found.acms, "calibration")
     refuse_in_parts(model, "calibration")

@@ -80,7 +80,7 @@ class OnVit(Method):
 def image_of(inputs: Inputs) -> Tensor:
     """The images among the arguments of a model's call."""
     args, kwargs = split_inputs(inputs)
-    return args[0] if args else kwargs["pixel_values"]
+    return next(value for value in (*args, *kwargs.values()) if value.ndim == 4)
 
 
 def block_macs(model: nn.Module, tokens: Count) -> Count:

@@ -41,11 +41,6 @@ class Steps(nn.Module, ABC):
         """A reason why a model of these classes cannot be run so."""
         return None
 
-    @property
-    @abstractmethod
-    def own_head(self) -> nn.Module:
-        """The classification head, without a norm before it."""
-
     @abstractmethod
     def embed(self, image: Tensor) -> Tensor:
         """Tokens [B, S, D], the class token first."""
@@ -84,11 +79,6 @@ class TorchvisionSteps(Steps):
     def tokens_of(vit: Any) -> int:
         """The number of positions."""
         return vit.encoder.pos_embedding.shape[1]
-
-    @property
-    def own_head(self) -> nn.Module:
-        """The layers behind the encoder."""
-        return self.vit.heads
 
     def embed(self, image: Tensor) -> Tensor:
         """Patches behind the class token."""
@@ -132,11 +122,6 @@ class TransformersSteps(Steps):
         """The number of positions."""
         return vit.base_model.embeddings.position_embeddings.shape[1]
 
-    @property
-    def own_head(self) -> nn.Module:
-        """The classifier."""
-        return self.vit.classifier
-
     def embed(self, image: Tensor) -> Tensor:
         """The model's own embeddings."""
         return self.vit.base_model.embeddings(image)
@@ -177,11 +162,6 @@ class TimmSteps(Steps):
             return "it reads the class token, and this model answers from a mean of its tokens"
         block = f"{type(vit.blocks[0]).__name__} with {type(vit.blocks[0].attn).__name__}"
         return None if block == "Block with Attention" else f"it does not know blocks of {block}"
-
-    @property
-    def own_head(self) -> nn.Module:
-        """The classifier."""
-        return self.vit.head
 
     def embed(self, image: Tensor) -> Tensor:
         """Patches behind the class token and registers."""

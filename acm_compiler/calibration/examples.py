@@ -238,11 +238,11 @@ class Options:
     where they stay reachable. answer: (model output, padding mask or None) -> the tensors by which sites are judged.
     backward_passes: of each batch with gradients, each along a random direction of the answer. sample: tokens of each
     site kept for its gate, more of sites with few features. gate_steps: optimizer steps per gate. memory_bytes: what
-    the statistics of all sites may take at once; beyond it the data is passed over more than once. local_steps: of
-    training for the learners of each MLP whose k share one second layer, on inputs of its own; local_tokens: how many.
-    offload: where statistics and learners lie in files, as of `offloading`; None: where the model is; "cpu": in host
-    memory, and so does the model, see `streaming`. precision: of the products of linear layers while the model is read:
-    bf16 on CPUs with instructions for it, else their own type.
+    the statistics of all sites may take at once, in files four times as much; beyond it the data is passed over more
+    than once. local_steps: of training for the learners of each MLP whose k share one second layer, on inputs of its
+    own; local_tokens: how many. offload: where statistics and learners lie in files, as of `offloading`; None: where
+    the model is; "cpu": in host memory, and so does the model, see `streaming`. precision: of the products of linear
+    layers while the model is read: bf16 on CPUs with instructions for it, else their own type.
     """
 
     tokens: int = 20_000

@@ -47,6 +47,8 @@ _NO_GRADIENT = (
     "the model's answer has no gradient, as if it were made under torch.no_grad() or detached: "
     f"{_UNKNOWN}, every token and direction alike"
 )
+# times as many bytes may be in files as in memory
+_IN_FILES = 4
 # float64 matrices of its width that fitting a site takes at once
 _MATRICES = 10
 # tokens of each site whose scores guess the first knobs
@@ -94,7 +96,8 @@ def fit_all(
 
 
 def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list[PlannedSite]]:
-    """The sites in groups whose records fit the memory allowed, at least one (or one pair) each."""
+    """The sites in groups whose records fit the memory, or files, allowed, at least one (or one pair) each."""
+    allowed = options.memory_bytes * (1 if options.offload in (None, "cpu") else _IN_FILES)
     group: list[PlannedSite] = []
     used = 0
     rarest = max(1, min(site.runs for site in planned))
@@ -105,7 +108,7 @@ def in_memory(planned: Sequence[PlannedSite], options: Options) -> Iterator[list
             tokens = math.ceil(options.tokens * min(max(1, site.runs / rarest), _PATIENCE))
             sample, shown = _sample(site, options), _shown(options)
             size += SiteRecord.size_bytes(site, tokens, sample, options.backward_passes, shown=shown)
-        if group and used + size > options.memory_bytes:
+        if group and used + size > allowed:
             yield group
             group, used = [], 0
         group += unit

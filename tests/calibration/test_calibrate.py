@@ -224,6 +224,12 @@ def test_sites_are_grouped_by_the_memory_they_need():
     assert [len(g) for g in in_memory(planned, quick())] == [6]
     assert [len(g) for g in in_memory(planned, quick(memory_bytes=1))] == [1] * 6
 
+    def passes(memory: int, where: str | None = None) -> int:
+        return len(list(in_memory(planned, quick(memory_bytes=memory, offload=where))))
+
+    most = next(2**power for power in range(40, 0, -1) if passes(2**power) > 1)
+    assert passes(most, "disk") == 1 < passes(most, "cpu") == passes(most)  # files may hold four times as much
+
 
 def test_every_site_is_reported():
     said = []

@@ -85,7 +85,7 @@ def compare(recipe: Recipe, options: Options, *, say: Say) -> Comparison:
         usual=BUDGETS,
     )
     belongs_to = {"recipe": decisions(recipe), "quick": options.quick}
-    if typical is not recipe and typical.input is not None:
+    if typical.input is not None and typical.input != recipe.input:
         belongs_to["budgets_at"] = typical.input.model_dump(mode="json")
     scores = Scores(directory=options.directory, of=belongs_to)
     machine = open_machine(recipe.run.precision, recipe.run.device)

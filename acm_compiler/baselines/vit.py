@@ -31,10 +31,9 @@ def why_not(model: nn.Module) -> str | None:
         return f"it acts on {', '.join(kind.known for kind in KNOWN)}, and this is a {name}"
     if (lacks := kind.lacks(model)) is not None:
         return lacks
-    block = kind.blocks_of(model)[0]
+    sizes, block = sizes_of(model), kind.blocks_of(model)[0]
     weights = sum(weight.numel() for weight in block.parameters() if weight.ndim == 2)
-    # what methods count by: attention and an MLP of two layers
-    is_plain = weights == layer_macs(*sizes_of(model)[1:3], 1) - 2 * sizes_of(model).width
+    is_plain = weights == 4 * sizes.width**2 + 2 * sizes.width * sizes.hidden  # as `layer_macs` counts
     return None if is_plain else f"the blocks of this {name} are not attention and an MLP of two layers"
 
 

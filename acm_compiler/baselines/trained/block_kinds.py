@@ -135,8 +135,8 @@ class TextBlocks(Blockwise):
         super().__init__(model)
         self.blocks = _stack(model)
         self.model.config.use_cache = False  # of decoders: a block that is run again would find its own keys
-        # values that a block returns beside its tokens; None: it returns these alone; -1 until one was run
-        self._beside: int | None = -1
+        # makes of tokens what a block returns: these alone, or with other values; None until a block was run
+        self._returned: Callable[[Tensor], Any] | None = None
 
     @classmethod
     def runs(cls, model: nn.Module) -> bool:
@@ -154,7 +154,7 @@ class TextBlocks(Blockwise):
 
     def embed(self, batch: Batch, task: Task) -> Tokens:
         """The examples before the first block, and what that cost."""
-        if self._beside == -1:
+        if self._returned is None:
             self.enter(batch, task)  # it runs a block, which would be counted
         return super().embed(batch, task)
 
@@ -165,9 +165,10 @@ class TextBlocks(Blockwise):
 
         def note(place: int, x_BSD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             found.append(x_BSD)
-            if self._beside == -1:
+            if self._returned is None:
                 returned = type(self.blocks[place]).forward(self.blocks[place], x_BSD, *args, **kwargs)
-                self._beside = len(returned) - 1 if isinstance(returned, tuple) else None
+                others = [None] * (len(returned) - 1) if isinstance(returned, tuple) else None
+                self._returned = lambda tokens: tokens if others is None else (tokens, *others)
             given.append((args, kwargs))
             if len(given) == len(self.blocks):
                 raise ForwardEnded
@@ -201,7 +202,8 @@ class TextBlocks(Blockwise):
         def forward(place: int) -> Callable[..., Any]:
             def instead(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
                 x_BSD = run(place, hidden_states, args, kwargs)
-                return x_BSD if self._beside is None else (x_BSD, *[None] * self._beside)
+                assert self._returned is not None  # by now a block was run
+                return self._returned(x_BSD)
 
             return instead
 

@@ -3,7 +3,7 @@
 The dense MLP is the teacher, so neither labels nor the rest of the model are needed. All k have as many tokens of a
 step, and an error d = y_k - o counts by d^T G d, the metric of expected damage. Errors of small k are many times those
 of large k, and budgets use all of them: each k counts by its damage before the first step to a negative power.
-Shapes: T tokens, D in, O out, N learners of H, R rank of the metric.
+Shapes: T tokens, S of them to learn from, D in, O out, N learners of H, R rank of the metric.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _BATCH, _RATE, _WARM_UP, _BETAS = 1024, 0.01, 20, (0.9, 0.99)
 _EVEN, _FLOOR = 0.75, 1e-3
 # one token of so many judges whether training helped
 _HELD_OUT = 8
-_BLOCK = 4096
+# tokens at once where all k are computed beside each other, and where nothing but the dense outputs is
+_BLOCK, _DENSE_BLOCK = 512, 4096
 _TRAINED = ("w_in", "b_in", "w_up", "b_up", "w_out", "b_out")
 
 
@@ -42,14 +43,14 @@ def train_locally(weights: Weights, judged: Judged, x_TD: Tensor, *, steps: int,
 
     judged: the dense MLP that they imitate, its neurons in their order, and the metric.
     """
-    own = torch.arange(len(x_TD), device=x_TD.device) % _HELD_OUT != 0
-    shown_TD, judge_TD = x_TD[own], x_TD[~own].to(weights.w_in.dtype)
-    if not len(shown_TD) or not steps:
+    own_T = torch.arange(len(x_TD), device=x_TD.device) % _HELD_OUT != 0
+    shown_S, judge_TD = own_T.nonzero().squeeze(1), x_TD[~own_T].to(weights.w_in.dtype)
+    if not len(shown_S) or not steps:
         return weights
     before_C = mean_damages(weights, judged, judge_TD)
     weight_C = (before_C + _FLOOR * before_C[0]).clamp_min(torch.finfo(before_C.dtype).tiny) ** -_EVEN
     with torch.enable_grad():
-        trained = _train(weights, judged, shown_TD, weight_C / weight_C[1:].mean(), steps=steps, seed=seed)
+        trained = _train(weights, judged, x_TD, shown_S, weight_C / weight_C[1:].mean(), steps=steps, seed=seed)
     after_C = mean_damages(trained, judged, judge_TD)
     return trained if bool((weight_C * (after_C - before_C))[1:].sum() < 0) else weights
 
@@ -62,15 +63,19 @@ def mean_damages(weights: Weights, judged: Judged, x_TD: Tensor) -> Tensor:
     return torch.stack([to_float64(d_CTR).square().sum((1, 2)) for d_CTR in blocks]).sum(0) / len(x_TD)
 
 
-def _train(weights: Weights, judged: Judged, x_TD: Tensor, weight_C: Tensor, *, steps: int, seed: int) -> Weights:
+def _train(
+    weights: Weights, judged: Judged, x_TD: Tensor, shown_S: Tensor, weight_C: Tensor, *, steps: int, seed: int
+) -> Weights:
+    """Weights after the steps, which see the tokens `shown_S` [S] of `x_TD`."""
     root_RO = judged.root.T.to(weights.w_in)
     dtype = root_RO.dtype
-    wanted_TR = torch.cat([_through(judged.dense, part_TD.to(dtype), root_RO) for part_TD in x_TD.split(_BLOCK)])
+    parts = shown_S.split(_DENSE_BLOCK)
+    wanted_SR = torch.cat([_through(judged.dense, x_TD[rows].to(dtype), root_RO) for rows in parts])
     student = replace(weights, **{name: t.clone().requires_grad_() for name, t in _trained(weights).items()})
-    parts = list(_trained(student).values())
-    rates = [_RATE * float(tensor.detach().square().mean().sqrt()) for tensor in parts]
+    moved = list(_trained(student).values())
+    rates = [_RATE * float(tensor.detach().square().mean().sqrt()) for tensor in moved]
     optimizer = torch.optim.Adam(
-        [{"params": [tensor], "lr": rate} for tensor, rate in zip(parts, rates, strict=True)],
+        [{"params": [tensor], "lr": rate} for tensor, rate in zip(moved, rates, strict=True)],
         betas=_BETAS,
         fused=x_TD.device.type in ("cpu", "cuda"),
     )
@@ -83,10 +88,10 @@ def _train(weights: Weights, judged: Judged, x_TD: Tensor, weight_C: Tensor, *, 
         pace = min(1.0, (step + 1) / _WARM_UP) * half_cosine(step, steps)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * pace
-        rows = torch.randint(len(x_TD), (_BATCH,), generator=generator).to(x_TD.device)
+        rows = torch.randint(len(shown_S), (_BATCH,), generator=generator).to(x_TD.device)
         with torch.autocast(x_TD.device.type, torch.bfloat16, enabled=fast):
-            y_TR = _prefixes(student, x_TD[rows].to(dtype), k_T, runs_TR, root_RO)
-        d_TR = y_TR.to(dtype) - wanted_TR[rows]
+            y_TR = _prefixes(student, x_TD[shown_S[rows]].to(dtype), k_T, runs_TR, root_RO)
+        d_TR = y_TR.to(dtype) - wanted_SR[rows]
         optimizer.zero_grad()
         (d_TR.square().sum(1) * weight_T).mean().backward()
         optimizer.step()

@@ -26,8 +26,9 @@ from acm_compiler.sources.inputs import Example, Inputs, split_inputs
 MaskOf = Callable[[Any], Tensor | None]
 # one batch of so many is kept for measuring; more tokens than _MEASURED tell little more about shares
 _HELD_OUT, _MEASURED = 6, 4096
-# tokens that are run at once on a CPU, for memory: forwards of so few take longer for each token
-_AT_ONCE = 192
+# tokens that are run at once on a CPU, for memory: forwards of so few take longer for each token, and those that no
+# gradients follow may run more
+_AT_ONCE, _FORWARD_ALONE = 192, 1024
 # what a model may be told of every token
 _OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 # batches that serve for both where there are too few to hold one out
@@ -72,8 +73,8 @@ class Examples:
         return [part for example in self._held_out for part in in_parts(example, shortened=takes_any_length)]
 
 
-def in_parts(example: Example, *, shortened: bool = False) -> list[Example]:
-    """The rows of token numbers [B, S] in batches of at most 192 tokens, padding counted; other batches are whole.
+def in_parts(example: Example, *, at_most: int = _AT_ONCE, shortened: bool = False) -> list[Example]:
+    """The rows of token numbers [B, S] in batches of `at_most` tokens, padding counted; other batches are whole.
 
     What a model of a large vocabulary gives for a thousand tokens, and what its gradients keep, takes gigabytes.
     shortened: rows of like length are put together, and columns that are padding in all of them are left out.
@@ -85,7 +86,7 @@ def in_parts(example: Example, *, shortened: bool = False) -> list[Example]:
     columns = lengths or [shape[1]] * shape[0]
     parts: list[list[int]] = []
     for row in sorted(range(shape[0]), key=lambda row: -columns[row]):
-        if parts and (len(parts[-1]) + 1) * columns[parts[-1][0]] <= _AT_ONCE:
+        if parts and (len(parts[-1]) + 1) * columns[parts[-1][0]] <= at_most:
             parts[-1].append(row)
         else:
             parts.append([row])
@@ -129,14 +130,15 @@ class Share:
     cut: bool = False
 
 
-def shares(example: Example, *, apart: bool, whole: bool, shortened: bool) -> Iterator[Share]:
+def shares(example: Example, *, apart: bool, forward_alone: bool, shortened: bool) -> Iterator[Share]:
     """This process's shares of a batch; all processes have as many, and together they are the batch.
 
-    apart: as of `Examples`; other batches are not shared out, the first process runs them. whole: not `in_parts`.
-    shortened: as of these.
+    apart: as of `Examples`; other batches are not shared out, the first process runs them. forward_alone: in parts of
+    more tokens. shortened: as of `in_parts`.
     """
     world, rank = ranks.world(), ranks.rank()
-    parts = in_parts(example, shortened=shortened) if apart and not whole else [example]
+    at_most = _FORWARD_ALONE if forward_alone else _AT_ONCE
+    parts = in_parts(example, at_most=at_most, shortened=shortened) if apart else [example]
     rows = _rows(example) if apart and len(parts) == 1 else 0
     if world > 1 and rows > 1:
         low, high = (rows * place // world for place in (rank, rank + 1))

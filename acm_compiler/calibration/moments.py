@@ -274,7 +274,9 @@ class SymmetricSum:
     @property
     def is_finite(self) -> bool:
         """True if everything on the diagonal is finite."""
-        return all(bool(block.diagonal().isfinite().all()) for block in self._blocks)
+        finite = all(bool(block.diagonal().isfinite().all()) for block in self._blocks)
+        let_go(self._blocks)  # a page of the file was read for every row
+        return finite
 
     def replace(self, value_FF: Tensor) -> None:
         """Become this symmetric matrix."""

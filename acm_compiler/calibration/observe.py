@@ -91,7 +91,7 @@ def _in_turn(
     for example in examples:
         alone = taps.forward_alone or enough()
         takes_any_length = len(lengths) > 1
-        for share in shares(example, apart=apart, whole=alone, shortened=takes_any_length):
+        for share in shares(example, apart=apart, forward_alone=alone, shortened=takes_any_length):
             yield share, alone
         lengths.add(tokens_shape(example)[1:])
 

@@ -69,8 +69,9 @@ def _train(
     """Weights after the steps, which see the tokens `shown_S` [S] of `x_TD`."""
     root_RO = judged.root.T.to(weights.w_in)
     dtype = root_RO.dtype
-    parts = shown_S.split(_DENSE_BLOCK)
-    wanted_SR = torch.cat([_through(judged.dense, x_TD[rows].to(dtype), root_RO) for rows in parts])
+    wanted_SR = root_RO.new_empty(len(shown_S), len(root_RO))
+    for rows, wanted in zip(shown_S.split(_DENSE_BLOCK), wanted_SR.split(_DENSE_BLOCK), strict=True):
+        wanted.copy_(_through(judged.dense, x_TD[rows].to(dtype), root_RO))
     student = replace(weights, **{name: t.clone().requires_grad_() for name, t in _trained(weights).items()})
     moved = list(_trained(student).values())
     rates = [_RATE * float(tensor.detach().square().mean().sqrt()) for tensor in moved]

@@ -386,8 +386,10 @@ def test_held_out_rows_keep_columns_that_the_mask_of_tokens_does_not_rule(change
     assert [tuple(inputs["input_ids"].shape) for inputs, _ in examples.held_out] == [(2, 90)] * 3
 
 
-def test_batches_in_parts_have_the_statistics_of_whole_ones(monkeypatch):
+@pytest.mark.parametrize("tokens, forward_alone", [(1024, [4]), (18, [3, 1])])
+def test_batches_in_parts_have_the_statistics_of_whole_ones(monkeypatch, tokens, forward_alone):
     monkeypatch.setattr(examples_module, "_AT_ONCE", 12)
+    monkeypatch.setattr(examples_module, "_FORWARD_ALONE", tokens)
     sizes, records = {}, {}
     for apart in (False, True):
         model, asked, ran = make_tiny(), iter([False, False, True]), []
@@ -395,7 +397,7 @@ def test_batches_in_parts_have_the_statistics_of_whole_ones(monkeypatch):
         records[apart], seen = observed(model, texts(4), enough=lambda asked=asked: next(asked), apart=apart)
         assert (seen.examples, seen.judged) == (16, 8)
         sizes[apart] = ran
-    assert sizes == {False: [4] * 4, True: [2] * 4 + [4] * 2}
+    assert sizes == {False: [4] * 4, True: [2] * 4 + forward_alone * 2}
     for name, whole in records[False].items():
         parts = records[True][name]
         torch.testing.assert_close(parts.moments.covariance, whole.moments.covariance, rtol=1e-4, atol=1e-6)

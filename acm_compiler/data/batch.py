@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -108,6 +109,12 @@ def refuse_no_batches(batches: object) -> None:
             expected="a list, a loader or a generator of batches",
             fix="one batch alone: [batch]",
         )
+
+
+def check_tokens(tokens: object, name: str = "tokens") -> None:
+    """UsageError for a number of tokens to read that is none, given as argument `name`."""
+    if not isinstance(tokens, Real) or isinstance(tokens, bool) or not tokens >= 1 or tokens % 1:
+        raise UsageError(f"{name} must count tokens", found=repr(tokens), expected="a whole number, at least 1")
 
 
 def as_batch(given: Any, *, rename: bool = True) -> Batch:

@@ -106,7 +106,10 @@ VALUES = {
     "a rule's key": (lambda made: acm.SiteRule(match="mlp", learnrs=2), "learnrs: unknown key"),
     "a rule's value": (lambda made: acm.SiteRule(match="mlp", learners=-2), "learners: found -2, expected at least 1"),
     "a gate's size": (lambda made: acm.GateConfig(hidden="x"), "hidden: found 'x', expected a whole number"),
-    "plan's learners": (lambda made: acm.plan(made[0], made[1], learners=0), r"sites: learners: found 0.*at least 1$"),
+    "plan's learners": (
+        lambda made: acm.plan(made[0], made[1], learners=0),
+        "sites: learners: found 0, expected",
+    ),
     "plan's inputs": (lambda made: acm.plan(made[0], None), "^inputs must be a tensor"),
     "rewrite's offload": (lambda made: acm.rewrite(made[0], made[2], offload="cuda:0"), "expected 'disk', a folder"),
     "gradient_tokens": (

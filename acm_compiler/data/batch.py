@@ -113,7 +113,7 @@ def refuse_no_batches(batches: object) -> None:
 
 def check_tokens(tokens: object, name: str = "tokens") -> None:
     """UsageError for a number of tokens to read that is none, given as argument `name`."""
-    if not isinstance(tokens, Real) or isinstance(tokens, bool) or not tokens >= 1 or tokens % 1:
+    if isinstance(tokens, bool) or not isinstance(tokens, Real) or not float(tokens) >= 1 or float(tokens) % 1:
         raise UsageError(f"{name} must count tokens", found=repr(tokens), expected="a whole number, at least 1")
 
 

@@ -40,12 +40,14 @@ class Argument(Section):
     """A section that Python code makes, too: what does not fit there is a UsageError."""
 
     called: ClassVar[str]
+    sample: ClassVar[str]
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise UsageError("; ".join(wrong_values(error)), where=self.called) from None
+            faults = "; ".join(wrong_values(error))
+            raise UsageError(faults, where=self.called, expected=f"such as {self.sample}") from None
 
     # pydantic's mark of its own __init__: recipes are read without it, so that their faults keep line and column
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ class SiteRule(Argument):
     """Rule that turns matching sites into ACMs. A site follows the last rule that matches it, else it stays dense."""
 
     called = "a rule for sites"
+    sample = '{"match": "mlp", "learners": 8}'
 
     match: Texts
     """mlp, attn, attn.q (.k, .v, .o; packed: .qkv, .kv, .qk); a site's name; a glob; `re:` and a regular expression."""
@@ -94,6 +95,7 @@ class GateConfig(Argument):
     """The size of the gates."""
 
     called = "gate"
+    sample = '{"hidden": 4} or {"share": 0.02}'
 
     hidden: Count | Auto = "auto"
     """Hidden width; auto: follows from `share`."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 
+_LONGEST = 500  # characters of what was found
+
 
 class AcmError(Exception):
     """Base of all errors meant for users; `exit_code` is what the command line returns for it."""
@@ -31,12 +33,18 @@ class AcmError(Exception):
         head = f"{self.where}: {self.what}" if self.where else self.what
         facts = [
             f"{label} {value}"
-            for label, value in (("found", self.found), ("expected", self.expected))
+            for label, value in (("found", _shortened(self.found)), ("expected", self.expected))
             if value is not None
         ]
         if facts:
             head = f"{head} ({', '.join(facts)})"
         return f"{head}\n  {self.fix}" if self.fix else head
+
+
+def _shortened(found: object) -> object:
+    """`found`, without what makes an error unreadable, such as all numbers of a tensor that was given for a word."""
+    text = str(found)
+    return found if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
 
 
 class UsageError(AcmError):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import acm_compiler as acm
-from acm_compiler.errors import AcmError, UsageError
+from acm_compiler.errors import AcmError, StorageError, UsageError
 from acm_compiler.evaluation.results import Evaluation, MetricResult
 from tests.helpers import tour_model
 
@@ -101,6 +101,42 @@ ODD = {
 ODDER = ODD | {"a text": "x", "a tensor": torch.zeros(2, 2)}
 
 
+# calls with one wrong value, and the words that refuse it
+VALUES = {
+    "a rule's key": (lambda made: acm.SiteRule(match="mlp", learnrs=2), "learnrs: unknown key"),
+    "a rule's value": (lambda made: acm.SiteRule(match="mlp", learners=-2), "learners: found -2, expected at least 1"),
+    "a gate's size": (lambda made: acm.GateConfig(hidden="x"), "hidden: found 'x', expected a whole number"),
+    "plan's learners": (
+        lambda made: acm.plan(made[0], made[1], learners=0),
+        "sites: learners: found 0, expected",
+    ),
+    "plan's inputs": (lambda made: acm.plan(made[0], None), "^inputs must be a tensor"),
+    "rewrite's offload": (lambda made: acm.rewrite(made[0], made[2], offload="cuda:0"), "expected 'disk', a folder"),
+    "gradient_tokens": (
+        lambda made: acm.calibrate(made[3], [made[1]], gradient_tokens=0),
+        "^gradient_tokens must count tokens",
+    ),
+    "evaluate's fixed_k": (lambda made: evaluated(made, fixed_k=2), "fixed_k must be True, False or None"),
+    "a task's key": (
+        lambda made: evaluated(made, metric=None, task={"kind": "classify", "foo": 1}),
+        r"classify\.foo: unknown key",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_wrong_value_is_refused_by_name(name, made):
+    call, words = VALUES[name]
+    with pytest.raises(UsageError, match=words):
+        call(made)
+
+
+def test_what_was_found_is_shown_in_short(made):
+    with pytest.raises(UsageError, match="tensor") as caught:
+        acm.set_budget(made[3], [torch.rand(30, 30)] * 20)
+    assert len(str(caught.value)) < 700
+
+
 def test_no_public_function_is_left_out():
     functions = {name for name in acm.__all__ if inspect.isroutine(getattr(acm, name))}
     taking = {
@@ -151,6 +187,13 @@ def test_a_metric_is_a_function(metric, made):
 def test_batches_are_an_iterable_of_batches(name, batches, made):
     with pytest.raises(UsageError, match="batches must be an iterable"):
         evaluated(made, batches) if name == "evaluate" else acm.calibrate(made[3], batches)
+
+
+def test_a_page_of_another_kind_is_not_written_over(made, tmp_path):
+    (tmp_path / "index.html").write_text("<html>mine</html>")
+    with pytest.raises(StorageError, match=r"index\.html: this page is none that a report wrote"):
+        acm.report(made[3], EVALUATION, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["index.html"]
 
 
 def test_a_report_of_nothing_is_refused(made):

@@ -118,7 +118,7 @@ def check_fit(
 
 def _check_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, site: str) -> Layout:
     layout = _known(layout, site)
-    _check(values_B.shape[0], _batch(shape, layout, site), "examples", site)
+    _check(values_B.shape[0], _batch(shape, layout, site), "examples with a budget", site)
     return layout
 
 
@@ -132,8 +132,8 @@ def _check_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, site:
             fix="leave mask= out",
         )
     others = torch.Size(size for axis, size in enumerate(shape) if axis != layout.batch_axis)
-    _check(mask_BS.shape[0], _batch(shape, layout, site), "examples", site)
-    _check(mask_BS.shape[1], others.numel() * layout.folds, "tokens", site)
+    _check(mask_BS.shape[0], _batch(shape, layout, site), "examples in the mask", site)
+    _check(mask_BS.shape[1], others.numel() * layout.folds, "tokens in the mask", site)
     return layout, others
 
 
@@ -166,4 +166,10 @@ def _known(layout: Layout | None, site: str) -> Layout:
 
 def _check(found: int, expected: int, what: str, site: str) -> None:
     if found != expected:
-        raise LayoutUnknown(f"the number of {what} given does not fit", where=site, found=found, expected=expected)
+        raise LayoutUnknown(
+            f"the number of {what} does not fit this call",
+            where=site,
+            found=found,
+            expected=expected,
+            fix="a mask is [batch, tokens], budgets are [batch], both of the very inputs of the call",
+        )

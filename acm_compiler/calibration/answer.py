@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from acm_compiler.acm import ACM, Learners
 from acm_compiler.acm.context import called
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.errors import AcmError, UsageError
-from acm_compiler.passes.capture.graph import batch_size, tensors
+from acm_compiler.errors import UsageError
+from acm_compiler.passes.capture.forward import output_of
+from acm_compiler.passes.capture.graph import batch_size
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import pass_on
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.masks import call_mask
-from acm_compiler.sources.inputs import Example, Inputs, call_model, refuse_labels, split_inputs
-from acm_compiler.sources.user_code import Attempt, first_line, raising_line, with_frames
+from acm_compiler.sources.inputs import Example, Inputs, refuse_labels, split_inputs
 
 Answer = Callable[[Any, Tensor | None], Tensor | list[Tensor]]
 _NAMED = ("logits", "last_hidden_state")
@@ -172,31 +172,6 @@ def run(found: Rewritten, inputs: Inputs) -> Any:
     refuse_labels(inputs, planned=found.plan.model.inputs)
     with called(found.owner, lambda: batch_size(inputs)):
         return output_of(found.model, inputs)
-
-
-def output_of(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's output for one batch; UsageError, with the model's own error, where it raises."""
-    attempt = Attempt()
-    with attempt:
-        return call_model(model, inputs)
-    error = attempt.error
-    assert error is not None
-    if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
-        raise error
-    what = "a batch is a tensor, a tuple of arguments or a mapping"
-    raise UsageError(
-        f"the model itself raises on a batch of {shapes_of(inputs)}",
-        where=raising_line(error),
-        found=first_line(error),
-        expected="what the model takes, in its type and on its device",
-        fix=with_frames(f"{what}; leave out labels: (x for x, label in loader)", error),
-    ) from error
-
-
-def shapes_of(inputs: Inputs) -> str:
-    """The tensors of a batch as `float32 [8, 3, 32, 32] on cpu`."""
-    shown = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}" for t in tensors(inputs)]
-    return ", ".join(shown) or "no tensors"
 
 
 def mask_in(model: nn.Module, example: Example) -> Tensor | None:

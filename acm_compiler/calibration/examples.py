@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from acm_compiler.acm.precision import Precision
-from acm_compiler.calibration.answer import Answer, default_answer, shapes_of
-from acm_compiler.data import refuse_no_batches
+from acm_compiler.calibration.answer import Answer, default_answer
+from acm_compiler.data.batch import check_tokens, refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
+from acm_compiler.passes.capture.forward import shapes_of
 from acm_compiler.runtime import ranks
-from acm_compiler.runtime.budgets import is_number
 from acm_compiler.sources.inputs import Example, Inputs, split_inputs
 
 # a user's own word on the padding of one batch
@@ -264,7 +264,7 @@ class Options:
     def __post_init__(self) -> None:
         check_tokens(self.tokens)
         if self.gradient_tokens is not None:
-            check_tokens(self.gradient_tokens)
+            check_tokens(self.gradient_tokens, "gradient_tokens")
         for name, value, least in (("backward_passes", self.backward_passes, 1), ("local_steps", self.local_steps, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"{name} must be a whole number, at least {least}", found=repr(value))
@@ -273,9 +273,3 @@ class Options:
         if not callable(self.answer):
             expected = "a function answer(output, mask) of what the model gives for a batch"
             raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)
-
-
-def check_tokens(tokens: int) -> None:
-    """UsageError for a number of tokens to read that is none."""
-    if not is_number(tokens) or not tokens >= 1 or tokens % 1:
-        raise UsageError("a calibration needs tokens", found=repr(tokens), expected="a whole number, at least 1")

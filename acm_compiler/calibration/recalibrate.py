@@ -11,7 +11,8 @@ from torch import nn
 
 from acm_compiler.acm.intact import refuse_skips
 from acm_compiler.calibration.answer import run
-from acm_compiler.calibration.examples import Examples, MaskOf, check_tokens, masked
+from acm_compiler.calibration.examples import Examples, MaskOf, masked
+from acm_compiler.data.batch import check_tokens
 from acm_compiler.errors import NoBudgetTable, NothingRecorded
 from acm_compiler.passes.rewrite.conversion import (
     BudgetTable,

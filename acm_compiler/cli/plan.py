@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from acm_compiler.cli.options import JsonOption, SetOption
+from acm_compiler.cli.options import CodeOption, JsonOption, SetOption
 from acm_compiler.cli.output import Output, error_facts
 from acm_compiler.errors import UsageError, did_you_mean
 
@@ -29,6 +29,10 @@ AutoClassOption = Annotated[
 ]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="For hf: run the Python files that come with the model.")
+]
+
+GpuOption = Annotated[
+    str | None, typer.Option(metavar="GPU", help="Add times expected on it, by a roofline: a100, h100, h200.")
 ]
 
 
@@ -49,10 +53,9 @@ def plan(
     ] = None,
     auto_class: AutoClassOption = None,
     trust_remote_code: TrustOption = False,
+    allow_code: CodeOption = False,
     per_site: Annotated[bool, typer.Option("--per-site", help="Add a row for every site.")] = False,
-    device: Annotated[
-        str | None, typer.Option(metavar="GPU", help="Add times expected on it, by a roofline: a100, h100, h200.")
-    ] = None,
+    device: GpuOption = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
     overrides: SetOption = None,
     json: JsonOption = False,
@@ -65,8 +68,8 @@ def plan(
     named = parse_budgets(",".join(budget), "--budget") if budget else []
     settings = {"auto_class": auto_class} if auto_class else {}
     source = read_what(what, overrides or [], **settings, **({"trust_remote_code": True} if trust_remote_code else {}))
-    chosen = {"sites": sites, "include": include, "exclude": exclude, "learners": learners}
-    built, made, advice, budgets = _make(source, what, example, {k: v for k, v in chosen.items() if v is not None})
+    given = {"sites": sites, "include": include, "exclude": exclude, "learners": learners}
+    built, made, advice, budgets = _make(source, what, example, given, allow_code=allow_code)
     if built is None:
         output.note(f"{what} holds a converted model, whose plan this is; --sites plans the original model anew")
     if out is not None:
@@ -129,9 +132,9 @@ def _conclude(made: Plan, budgets: list[tuple[str | None, float | str]], facts: 
 
 
 def _make(
-    named: Recipe | ModelConfig, what: str, example: str | None, chosen: dict[str, Any]
+    named: Recipe | ModelConfig, what: str, example: str | None, given: dict[str, Any], *, allow_code: bool
 ) -> tuple[BuiltModel | None, Plan, list[Advice], list[tuple[str | None, float | str]]]:
-    """The model without weights, its plan by the options `chosen`, advice, and the budgets that a recipe asks for.
+    """The model without weights, its plan by the options `given`, advice, and the budgets that a recipe asks for.
 
     Of a saved model, without options, the plan that it has; no model is built for it.
     """
@@ -142,6 +145,7 @@ def _make(
     from acm_compiler.sources.inputs import parse_input
 
     spec = None if example is None else parse_input(example)
+    chosen = {key: value for key, value in given.items() if value is not None}
     if isinstance(named, Recipe):
         if chosen:
             options = ", ".join(f"--{option}" for option in chosen)
@@ -151,7 +155,7 @@ def _make(
         return None, saved_conversion(named.name).plan, [], []
     listed = {key: _listed(value) for key, value in chosen.items() if key != "learners"}
     rules = rules_of(**{"sites": ("mlp", "attn"), **chosen, **listed})
-    return *plan_model(named, rules, example=spec), []
+    return *plan_model(named, rules, example=spec, allow_code=allow_code), []
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from numbers import Real
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -80,9 +82,22 @@ def assemble(dataset: Dataset[Any], indices: Sequence[int], examples: Sequence[A
     if examples is None:
         batch = dataset.batch(indices)  # type: ignore[attr-defined]
     else:
-        collate = getattr(dataset, "collate", default_collate)
+        collate = getattr(dataset, "collate", None) or partial(_stacked, name=type(dataset).__name__)
         batch = collate([as_example(example, dataset) for example in examples])
     return {**batch, "index": torch.as_tensor(indices, dtype=torch.long)}
+
+
+def _stacked(examples: Sequence[Mapping[str, Any]], name: str) -> Batch:
+    """The examples stacked entry by entry. DataError where that cannot be."""
+    try:
+        return cast(Batch, default_collate(list(examples)))
+    except RuntimeError as error:
+        raise DataError(
+            "examples cannot be stacked to a batch",
+            where=name,
+            found=error,
+            fix="make them of one shape, or give the data set a method collate(examples), which pads them",
+        ) from error
 
 
 def as_example(item: Any, dataset: Dataset[Any]) -> Mapping[str, Any]:
@@ -108,6 +123,12 @@ def refuse_no_batches(batches: object) -> None:
             expected="a list, a loader or a generator of batches",
             fix="one batch alone: [batch]",
         )
+
+
+def check_tokens(tokens: object, name: str = "tokens") -> None:
+    """UsageError for a number of tokens to read that is none, given as argument `name`."""
+    if isinstance(tokens, bool) or not isinstance(tokens, Real) or not float(tokens) >= 1 or float(tokens) % 1:
+        raise UsageError(f"{name} must count tokens", found=repr(tokens), expected="a whole number, at least 1")
 
 
 def as_batch(given: Any, *, rename: bool = True) -> Batch:

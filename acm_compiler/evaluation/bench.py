@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.backend.explanation import without_remarks
-from acm_compiler.calibration.answer import output_of, without_masked
+from acm_compiler.calibration.answer import without_masked
 from acm_compiler.errors import VerificationFailed
 from acm_compiler.evaluation.times import BASE, OURS, Row
+from acm_compiler.passes.capture.forward import output_of
 from acm_compiler.passes.capture.normalize import disable_fast_path
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.runtime.control import set_budget, set_k

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acm_compiler.calibration.answer import output_of
 from acm_compiler.data import Batch, refuse_no_batches
 from acm_compiler.data.batch import sources_of
-from acm_compiler.errors import DataError, NoDenseRegion
+from acm_compiler.errors import DataError, NoDenseRegion, UsageError
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.evaluation.statistics import Sample, against_fixed
 from acm_compiler.evaluation.tally import Tally
+from acm_compiler.passes.capture.forward import output_of
 from acm_compiler.passes.rewrite.conversion import conversion, refuse_no_module, rewritten, sites
 from acm_compiler.passes.rewrite.dense_region import dense_regions_run
 from acm_compiler.planning.plan import Plan
@@ -77,6 +77,9 @@ def evaluate(
     settings: list[Setting] = list_of_budgets(
         reachable(model, reported, say=_LOG.warning) if budgets is None else budgets
     )
+    if fixed_k is not None and not isinstance(fixed_k, bool):
+        fix = "acm.set_k(model, k) and a loop of your own measure one k alone"
+        raise UsageError("fixed_k must be True, False or None", found=repr(fixed_k), fix=fix)
     if fixed_k or (fixed_k is None and budgets is None):
         settings += every_k(model)
     with undisturbed(rewritten(model)), nullcontext() if dense is None else in_mode(dense, training=False):

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
+
+from acm_compiler.errors import UsageError
+from acm_compiler.recipe.messages import wrong_values
 
 T = TypeVar("T")
 
@@ -22,6 +34,23 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+
+class Argument(Section):
+    """A section that Python code makes, too: what does not fit there is a UsageError."""
+
+    called: ClassVar[str]
+    sample: ClassVar[str]
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            faults = "; ".join(wrong_values(error))
+            raise UsageError(faults, where=self.called, expected=f"such as {self.sample}") from None
+
+    # pydantic's mark of its own __init__: recipes are read without it, so that their faults keep line and column
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
 class PathLike:

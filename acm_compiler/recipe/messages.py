@@ -160,7 +160,7 @@ def wrong_values(error: ValidationError) -> list[str]:
     for detail in error.errors(include_url=False):
         name, wish = _name(detail), expectation(detail)
         if wish is None:
-            sentences[f"{name}{'missing' if detail['type'] == 'missing' else detail['msg']}"] = None
+            sentences[f"{name}{_SHORT.get(detail['type'], detail['msg'].removeprefix('Value error, '))}"] = None
         else:
             wishes.setdefault((name, show_value(detail["input"])), []).append(wish)
     return [*(f"{name}found {found}, expected {either(wish)}" for (name, found), wish in wishes.items()), *sentences]
@@ -172,6 +172,7 @@ def either(wishes: list[str]) -> str:
 
 
 _PLAIN = ("int", "float", "str", "bool")
+_SHORT = {"missing": "missing", "extra_forbidden": "unknown key"}
 
 
 def _name(detail: ErrorDetails) -> str:

@@ -15,6 +15,7 @@ from acm_compiler.errors import did_you_mean
 from acm_compiler.recipe.datasets import DataSection
 from acm_compiler.recipe.document import Document
 from acm_compiler.recipe.fields import (
+    Argument,
     Auto,
     Budget,
     Count,
@@ -35,8 +36,11 @@ from acm_compiler.site import ACTIVATIONS, Learners
 VERSION = 1
 
 
-class SiteRule(Section):
+class SiteRule(Argument):
     """Rule that turns matching sites into ACMs. A site follows the last rule that matches it, else it stays dense."""
+
+    called = "a rule for sites"
+    sample = '{"match": "mlp", "learners": 8}'
 
     match: Texts
     """mlp, attn, attn.q (.k, .v, .o; packed: .qkv, .kv, .qk); a site's name; a glob; `re:` and a regular expression."""
@@ -87,8 +91,11 @@ class SiteRule(Section):
         return self
 
 
-class GateConfig(Section):
+class GateConfig(Argument):
     """The size of the gates."""
+
+    called = "gate"
+    sample = '{"hidden": 4} or {"share": 0.02}'
 
     hidden: Count | Auto = "auto"
     """Hidden width; auto: follows from `share`."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from acm_compiler.calibration.recalibrate import known_damages
 from acm_compiler.data.batch import size_of
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.loads import Loads, find_loads
 from acm_compiler.evaluation.results import Evaluation
@@ -97,9 +97,10 @@ _PHONE, _DARK = "(max-width:600px)", "(prefers-color-scheme:dark)"
 def write_report(directory: Path, report: Report) -> Path:
     """Write `index.html` and the charts (PNG and SVG) into `directory`; returns the page's path.
 
-    PackageMissing without matplotlib, StorageError where nothing can be written.
+    PackageMissing without matplotlib, StorageError where nothing can be written or another page is there.
     """
     require_matplotlib()
+    _refuse_others(directory / "index.html")
     files: dict[str, bytes] = {}
     with drawing():
         for name, draw in _charts(report).items():
@@ -113,6 +114,12 @@ def write_report(directory: Path, report: Report) -> Path:
     for name, content in files.items():
         write_file(directory / name, content)
     return directory / "index.html"
+
+
+def _refuse_others(page: Path) -> None:
+    """StorageError where a page that is none of ours would be written over."""
+    if page.is_file() and b"acm_compiler" not in page.read_bytes():
+        raise StorageError("this page is none that a report wrote", where=str(page), fix="choose another folder")
 
 
 def _charts(report: Report) -> dict[str, Draw]:

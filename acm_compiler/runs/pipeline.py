@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from torch import nn
 
 from acm_compiler.errors import SelectionError, UsageError, did_you_mean
@@ -23,7 +23,6 @@ from acm_compiler.planning.planner import NOT_SELECTED, choose_rules, matches_na
 from acm_compiler.planning.target import Target, plan_sites_for
 from acm_compiler.progress import Say
 from acm_compiler.recipe import expand_paths
-from acm_compiler.recipe.messages import wrong_values
 from acm_compiler.recipe.models import ModelConfig
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.recipe.schema import GateConfig, Recipe, SiteRule
@@ -108,10 +107,10 @@ def decide(
 
 
 def plan_model(
-    model: ModelConfig, rules: Sequence[SiteRule], *, example: InputSpec | None = None
+    model: ModelConfig, rules: Sequence[SiteRule], *, example: InputSpec | None = None, allow_code: bool = False
 ) -> tuple[BuiltModel, Plan, list[Advice]]:
     """The model that a reference names, without weights, its plan, and what converting more would buy."""
-    built = build(model, device="meta", example=example)
+    built = build(model, device="meta", example=example, allow_code=allow_code)
     found = _survey(built)
     made = decide(found, rules, GateConfig())
     return built, made, advise(found, made, rules, GateConfig())
@@ -215,13 +214,7 @@ def rules_of(sites: str | Rule | Iterable[str | Rule], **options: Any) -> list[S
     """The rules that `sites` are, texts with the keys of `options`; UsageError where they cannot be."""
     one = isinstance(sites, (str, SiteRule, Mapping)) or not isinstance(sites, Iterable)
     given: list[Any] = [sites] if one else list(sites)
-    try:
-        return [_rule(rule, options) for rule in given]
-    except ValidationError as error:
-        raise UsageError(
-            f"no such rule for sites: {'; '.join(wrong_values(error))}",
-            expected='"mlp", "attn", a name or pattern, or a rule such as {"match": "mlp", "learners": 8}',
-        ) from None
+    return [_rule(rule, options) for rule in given]
 
 
 def _gate(given: GateConfig | Mapping[str, Any] | None) -> GateConfig:
@@ -230,18 +223,17 @@ def _gate(given: GateConfig | Mapping[str, Any] | None) -> GateConfig:
         return given or GateConfig()
     if not isinstance(given, Mapping):
         raise UsageError("gate must be a mapping or a GateConfig", found=repr(given), expected='such as {"hidden": 4}')
-    try:
-        return GateConfig(**_known_keys(given, GateConfig, "gate"))
-    except ValidationError as error:
-        found = "; ".join(wrong_values(error))
-        raise UsageError(f"no such gate: {found}", expected='such as {"hidden": 4} or {"share": 0.02}') from None
+    return GateConfig(**_known_keys(given, GateConfig, "gate"))
 
 
 def _rule(given: Any, options: Mapping[str, Any]) -> SiteRule:
     if isinstance(given, SiteRule):
         return given
-    if not isinstance(given, Mapping):
+    if isinstance(given, str):
         return SiteRule(match=(given,), **options)
+    if not isinstance(given, Mapping):
+        rule = '"mlp", "attn", a name or pattern, or a rule such as {"match": "mlp", "learners": 8}'
+        raise UsageError("sites must be a rule or several", found=repr(given), expected=rule)
     return SiteRule(**_known_keys(given, SiteRule, "a rule for sites"))
 
 

@@ -18,14 +18,15 @@ from acm_compiler.acm.intact import refuse_quantized, refuse_skips
 from acm_compiler.acm.reference import hidden
 from acm_compiler.acm.sparse import Skips, Thresholds, ValueSizes, column_norms
 from acm_compiler.acm.tokens import keeps_order
-from acm_compiler.data.batch import refuse_no_batches
+from acm_compiler.data.batch import check_tokens, refuse_no_batches
 from acm_compiler.errors import DataError, UsageError
+from acm_compiler.passes.capture.forward import output_of
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, wholly_rewritten
 from acm_compiler.runtime.budgets import is_number
 from acm_compiler.runtime.control import refuse_phases, refuse_unfitted
 from acm_compiler.runtime.masks import CallPadding
 from acm_compiler.runtime.measure_budgets import undisturbed
-from acm_compiler.sources.inputs import Inputs, call_model
+from acm_compiler.sources.inputs import Inputs
 
 STEPS = 64
 """Equal steps of the quantiles that are kept."""
@@ -38,8 +39,8 @@ def measure_sparsity(model: nn.Module, batches: Iterable[Inputs], *, tokens: int
     batches: an iterable of what the model takes (tensor, tuple, or dict), read until every site has seen `tokens` real
     tokens. At the budget or k that is set now; a half that most tokens will run at is a good one. The result is kept by
     the model and in folders that it is saved to. `acm.calibrate` does this for models that generate.
-    Raises UsageError where no site is an MLP of floats with one second layer, DataError without real tokens,
-    SitesNotFitted, CompiledModelError.
+    Raises UsageError where no site is an MLP of floats with one second layer, and for a batch that the model does not
+    take, DataError without real tokens, SitesNotFitted, CompiledModelError.
     """
     refuse_compiled(model, "measured", fix="give the eager model, which torch.compile was given")
     found = wholly_rewritten(model, "acm.measure_sparsity")
@@ -48,7 +49,8 @@ def measure_sparsity(model: nn.Module, batches: Iterable[Inputs], *, tokens: int
     refuse_no_skipping(found)
     refuse_skips(found.acms, "acm.measure_sparsity")
     refuse_no_batches(batches)
-    measure_sizes(found, batches, tokens=tokens, run=lambda inputs: call_model(model, inputs))
+    check_tokens(tokens)
+    measure_sizes(found, batches, tokens=tokens, run=lambda inputs: output_of(model, inputs))
 
 
 def measure_sizes(found: Rewritten, examples: Iterable[Any], *, tokens: int, run: Callable[[Any], Any]) -> None:

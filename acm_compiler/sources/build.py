@@ -132,13 +132,17 @@ def _damaged(found: str) -> StorageError:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     try:
-        return parse_json((folder / "model.json").read_text(encoding="utf-8"))["source"]
+        record = parse_json((folder / "model.json").read_text(encoding="utf-8"))["source"]
     except FileNotFoundError as error:
         raise ModelSourceError("no saved model here", where=str(folder), expected="model.json in it") from error
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise StorageError(
             "model.json cannot be read", where=str(folder), found=str(error), expected="a model saved by acm.save"
         ) from error
+    if record is None:
+        fix = "name the model before conversion: python:my_module:my_model"
+        raise StorageError("nothing here says how the model is built", where=str(folder), fix=fix)
+    return record
 
 
 FORMS = (

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from acm_compiler.acm.precision import to_float64
-from acm_compiler.calibration.answer import output_of
 from acm_compiler.data.batch import Batch, size_of
 from acm_compiler.errors import DataError, UsageError
+from acm_compiler.passes.capture.forward import output_of
 from acm_compiler.recipe.tasks import names_share
 from acm_compiler.sources.inputs import Inputs, in_mode
 from acm_compiler.sources.user_code import is_users, users_code

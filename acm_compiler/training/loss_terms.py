@@ -130,7 +130,7 @@ def losses(model: nn.Module, budget: float) -> dict[str, Tensor]:
     forward ran since the last call.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget <= 1:
-        raise UsageError("budget must be a share of learner MACs in (0, 1]", found=budget)
+        raise UsageError("budget must be a share of learner MACs in (0, 1]", found=repr(budget))
     return take_choices(model).losses(budget)
 
 

@@ -492,6 +492,15 @@ def test_the_plan_of_a_saved_model_is_the_one_it_was_converted_by(tmp_path):
     assert "2 x " in run("plan", str(tmp_path / "out"), "--per-site").stdout
 
 
+def test_the_model_of_a_folder_is_planned_anew_where_its_function_may_be_imported(tmp_path):
+    named = {"source": "python", "name": "tests.helpers.tour_model:model", "weights": "default"}
+    (tmp_path / "model.json").write_text(json.dumps({"source": named}))
+    again = ("plan", str(tmp_path), "--sites", "mlp", "--learners", "2")
+    refused = run(*again)
+    assert refused.exit_code == 2 and "--allow-code" in refused.stderr
+    assert "2 x " in run(*again, "--allow-code").stdout
+
+
 def test_the_module_runs_as_the_command_does():
     done = acmc("validate", "digits_vit_papr")
     assert (done.returncode, done.stdout) == (2, "")

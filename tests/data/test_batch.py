@@ -2,7 +2,11 @@
 
 from types import SimpleNamespace
 
-from acm_compiler.data.batch import Facts, first_examples
+import pytest
+import torch
+
+from acm_compiler.data.batch import Facts, assemble, first_examples
+from acm_compiler.errors import DataError
 from tests.helpers.pictures import picture_batch
 
 
@@ -17,3 +21,9 @@ def test_the_first_examples_cut_the_last_batch():
     assert [len(batch["image"]) for batch in first_examples(batches, 6)] == [4, 2]
     assert [len(batch["image"]) for batch in first_examples(batches, 4)] == [4]
     assert [len(batch["image"]) for batch in first_examples(batches, 99)] == [4, 4, 4]
+
+
+def test_examples_of_unequal_shape_are_refused_with_what_pads_them():
+    ragged = [(torch.zeros(3, 4 + i), 0) for i in range(2)]
+    with pytest.raises(DataError, match=r"cannot be stacked.*\[3, 5\][\s\S]*collate\(examples\)"):
+        assemble(ragged, [0, 1], ragged)

@@ -166,6 +166,13 @@ def test_shares_out_of_range_are_refused(model, share):
         acm.set_sparsity(model, share)
 
 
+def test_batches_that_the_model_does_not_take_are_refused_in_words(model):
+    with pytest.raises(UsageError, match=r"the model itself raises on a batch of .*\[2, 5\]"):
+        acm.measure_sparsity(model, [torch.full((2, 5), 10**6)])
+    with pytest.raises(UsageError, match=r"^tokens must count tokens \(found 0"):
+        acm.measure_sparsity(model, BATCHES, tokens=0)
+
+
 def test_what_cannot_skip_is_refused_in_words(model):
     with pytest.raises(UsageError, match="calls must be one kind"):
         acm.set_sparsity(model, 0.3, calls="prefill")

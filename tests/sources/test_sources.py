@@ -266,7 +266,11 @@ def test_a_saved_directory_gives_the_base_models_structure_and_inputs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"source": {"source": "torchvision"}}', '{"source": {"source": "x", "name": "y"}}']
+    "text",
+    [
+        *("", "[]", "{}", '{"source": null}'),
+        *('{"source": {"source": "torchvision"}}', '{"source": {"source": "x", "name": "y"}}'),
+    ],
 )
 def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / "model.json").write_text(text)

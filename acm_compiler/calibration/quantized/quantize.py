@@ -15,9 +15,10 @@ from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_skip
 from acm_compiler.acm.precision import no_autocast
 from acm_compiler.acm.quantized.int8 import DEEPEST
 from acm_compiler.acm.quantized.integers import To
-from acm_compiler.calibration.examples import MaskOf, check_tokens, masked
+from acm_compiler.calibration.examples import MaskOf, masked
 from acm_compiler.calibration.quantized.inputs import read_inputs
 from acm_compiler.calibration.quantized.round_learners import rounded_learners
+from acm_compiler.data.batch import check_tokens
 from acm_compiler.errors import UsageError, a_few_of
 from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, wholly_rewritten

@@ -34,8 +34,10 @@ def capture(model: nn.Module, example_inputs: Inputs) -> Capture:
 
     Works without memory or compute for the model's tensors, which may be on `meta`; only where a value decides
     the control flow is the model really run. Model, inputs and random generators are left as they were.
-    Raises CaptureFailed when the model raises with these inputs, or when it cannot be seen as a graph.
+    Raises CaptureFailed when the model raises with these inputs, or when it cannot be seen as a graph; UsageError for
+    what is no inputs.
     """
+    split_inputs(example_inputs)
     if any(torch.nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         raise CaptureFailed("the model has parameters without a shape", fix="run it once first, so that they get one")
     first = record(model, example_inputs, fake=True)
@@ -65,7 +67,8 @@ def _way_out(model: nn.Module) -> str:
     """Advice for a model that cannot be captured."""
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
-        return f"put the module that {scripted[0]} was scripted from in its place: TorchScript hides what it runs"
+        part = scripted[0] or "the model"
+        return f"put the module that {part} was scripted from in its place: TorchScript hides what it runs"
     return "make the part named run through torch functions, or rewrite a part of the model without it"
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from acm_compiler.errors import UsageError
 from acm_compiler.files import folder_at, storing
 from acm_compiler.passes.rewrite import freed_memory
 
@@ -58,11 +59,13 @@ def placing(move: Move) -> Iterator[None]:
 def offloading(to: str | os.PathLike[str] | None) -> Iterator[None]:
     """Inside, `kept` writes files to this folder, for "disk" the system's own for temporary files; None: it does not.
 
-    UsageError for what is no folder's path; StorageError for a folder that cannot be written.
+    UsageError for what is no folder's path, or a device's name; StorageError for a folder that cannot be written.
     """
     if to is None:
         yield
         return
+    if str(to).partition(":")[0] in ("cuda", "gpu", "mps", "meta", "xpu"):
+        raise UsageError("offload is no such place", found=repr(to), expected="'disk', a folder, or 'cpu'")
     folder = tempfile.gettempdir() if to == "disk" else os.fspath(folder_at(to))
     with storing(folder):
         os.makedirs(folder, exist_ok=True)

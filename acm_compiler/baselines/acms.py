@@ -22,6 +22,7 @@ from acm_compiler.runtime.budgets import share_within
 from acm_compiler.runtime.control import set_budget, set_k
 from acm_compiler.runtime.usage import Usage, record
 from acm_compiler.sources.inputs import call_model
+from acm_compiler.tasks.base import mask_beside_call
 
 
 class Converted(Method):
@@ -63,7 +64,7 @@ class Converted(Method):
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Usage]:
         task = self.subject.task
-        with batch_context(self.model, mask=task.mask(batch)), record(self.model) as usage:
+        with batch_context(self.model, mask=mask_beside_call(task, batch)), record(self.model) as usage:
             output = call_model(self.model, task.inputs(batch))
         return self.score(output, batch), usage
 

@@ -33,6 +33,7 @@ from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.inputs import in_mode
 from acm_compiler.tasks import Score, Task, batch_for, task_for
+from acm_compiler.tasks.base import mask_beside_call
 
 Setting = float | str | FixedK
 _LOG = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class _Runs:
 
     def measure(self, batch: Batch, tally: Tally) -> None:
         """One forward in the setting that holds now."""
-        with batch_context(self.model, mask=self.task.mask(batch)), record(self.model) as usage:
+        with batch_context(self.model, mask=mask_beside_call(self.task, batch)), record(self.model) as usage:
             output = output_of(self.model, self.task.inputs(batch))
         tally.add(usage, self._score(output, batch), batch)
         if self.likeness is not None:

@@ -28,6 +28,7 @@ from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import PADDING, Usage, record
 from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks import Task
+from acm_compiler.tasks.base import mask_beside_call
 
 CLIPS, TEXTS = 4, 6
 Pieces = Callable[[Sequence[int]], Sequence[str]]
@@ -110,7 +111,7 @@ def usage_at(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float
     with undisturbed(rewritten(model)):
         for budget in budgets:
             set_budget(model, budget)
-            with batch_context(model, mask=task.mask(there)), record(model, macs=False) as usage:
+            with batch_context(model, mask=mask_beside_call(task, there)), record(model, macs=False) as usage:
                 call_model(model, task.inputs(there))
             found[budget] = usage
     return found

@@ -48,7 +48,7 @@ from acm_compiler.runtime.usage import record
 from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.sources.inputs import Example, call_model
 from acm_compiler.tasks import Task
-from acm_compiler.tasks.base import base_metric
+from acm_compiler.tasks.base import base_metric, mask_beside_call
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Job
 from acm_compiler.training.schedule import run_schedule
@@ -247,7 +247,7 @@ class RecipeRun(OpenedRecipe):
         """So many examples to train on, None for all, drawn at random, plain, as inputs and padding mask."""
         config = plain(self.data.train)
         for batch in self.first(config, count or count_examples(self.dataset(config)), self.machine.device):
-            yield self.task.inputs(batch), self.task.mask(batch)
+            yield self.task.inputs(batch), mask_beside_call(self.task, batch)
 
     def watch(self, model: nn.Module) -> Mapping[str, Any]:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""
@@ -256,7 +256,7 @@ class RecipeRun(OpenedRecipe):
             for batch in self.first(self.data.eval, _WATCHED_EXAMPLES, self.machine.device):
                 if self.task.needs_dense and self.model is not None:
                     batch = self.task.remember(call_model(self.model, self.task.inputs(batch)), batch)
-                with batch_context(model, mask=self.task.mask(batch)), record(model, macs=False) as usage:
+                with batch_context(model, mask=mask_beside_call(self.task, batch)), record(model, macs=False) as usage:
                     scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))
                 units.append(self.task.units(batch).to(self.machine.device))
                 shares.append(usage.real_shares)

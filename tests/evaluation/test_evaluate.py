@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import acm_compiler as acm
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError, UsageError
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.evaluate import evaluate, every_k
@@ -20,6 +21,7 @@ from acm_compiler.runtime.control import FixedK, run_mode, set_budget, set_k
 from acm_compiler.runtime.usage import record
 from acm_compiler.tasks import Task
 from tests.helpers.build import plan_of, planned_site, stack_of
+from tests.helpers.models import hf_wav2vec2
 from tests.helpers.pictures import DENSE_MACS, OPEN, PATCH, TASK, TOKENS, picture_batch, picture_model
 
 EVERY_KEY = {"asked", "reached", "metric", "model_share", "macs_mean", "macs_p5", "macs_p95"}
@@ -258,6 +260,23 @@ def test_every_example_costs_what_its_own_length_costs():
     assert found.fixed[0].macs_mean == pytest.approx(2.5 * per_token)
     assert found.fixed[0].macs_p95 == pytest.approx((1 + 0.95 * 3) * per_token)
     assert found.fixed[0].model_share == pytest.approx(per_token / dense_macs_per_token(site))
+
+
+def test_a_mask_of_samples_is_read_as_the_call_reads_it():
+    original, _ = hf_wav2vec2()
+    original.config.feat_extract_norm = "layer"  # whose models are given a mask
+    x = {
+        "input_values": torch.randn(2, 400),
+        "attention_mask": (torch.arange(400) < torch.tensor([[400], [250]])).long(),
+    }
+    converted = acm.rewrite(original.eval(), acm.plan(original, x, sites="mlp"))
+    acm.calibrate(converted, [x] * 8, tokens=400, budgets=[0.5])
+    found = acm.evaluate(converted, [x], budgets=[0.5], metric=lambda output, batch: output.logits.mean((1, 2)))
+    acm.set_budget(converted, 0.5)
+    with torch.no_grad(), acm.record(converted) as usage:
+        converted(**x)
+    assert found.masked and usage.masked
+    assert found.budgets[0].reached == pytest.approx(float(usage.shares.mean()))
 
 
 def test_pictures_that_are_all_foreground_count_in_no_ratio(model):

@@ -179,9 +179,11 @@ class Reservoir:
             self._vectors, self._weights = like.new_zeros(0, like.shape[1]), like.new_zeros(0, dtype=torch.float32)
         held = len(self._weights)
         if (wanted := min(self.seen, self.size)) > held:
-            more = min(self.size, max(wanted, 2 * held)) - held
-            self._vectors = kept(F.pad(self._vectors, (0, 0, 0, more)))
-            self._weights = F.pad(self._weights, (0, more))
+            rows = min(self.size, max(wanted, 2 * held))
+            # zeros that take no memory: while offloading no sample of this size is ever anywhere but in a file
+            grown = kept(self._vectors.new_zeros(1, 1).expand(rows, self._vectors.shape[1])).contiguous()
+            grown[:held] = self._vectors
+            self._vectors, self._weights = grown, F.pad(self._weights, (0, rows - held))
 
     def join(self, like: Tensor) -> None:
         """Become the sample of what all processes saw, in the type of `like` [0, F]."""

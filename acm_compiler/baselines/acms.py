@@ -18,11 +18,11 @@ from acm_compiler.passes.rewrite.conversion import conversion, rewritten
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.batch_context import mask_beside_call
 from acm_compiler.runtime.budgets import share_within
 from acm_compiler.runtime.control import set_budget, set_k
 from acm_compiler.runtime.usage import Usage, record
 from acm_compiler.sources.inputs import call_model
-from acm_compiler.tasks.base import mask_beside_call
 
 
 class Converted(Method):
@@ -63,9 +63,10 @@ class Converted(Method):
         set_budget(self.model, share)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Usage]:
-        task = self.subject.task
-        with batch_context(self.model, mask=mask_beside_call(task, batch)), record(self.model) as usage:
-            output = call_model(self.model, task.inputs(batch))
+        inputs = self.subject.task.inputs(batch)
+        mask_BS = mask_beside_call(self.subject.task.mask(batch), inputs)
+        with batch_context(self.model, mask=mask_BS), record(self.model) as usage:
+            output = call_model(self.model, inputs)
         return self.score(output, batch), usage
 
 

@@ -27,13 +27,13 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.resolved import measured_with
 from acm_compiler.recipe.schema import BudgetsConfig
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.batch_context import mask_beside_call
 from acm_compiler.runtime.budgets import TOLERANCE, list_of_budgets, parse_budget, share_within
 from acm_compiler.runtime.control import FixedK, set_budget, set_k
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.inputs import in_mode
 from acm_compiler.tasks import Score, Task, batch_for, task_for
-from acm_compiler.tasks.base import mask_beside_call
 
 Setting = float | str | FixedK
 _LOG = logging.getLogger(__name__)
@@ -175,8 +175,10 @@ class _Runs:
 
     def measure(self, batch: Batch, tally: Tally) -> None:
         """One forward in the setting that holds now."""
-        with batch_context(self.model, mask=mask_beside_call(self.task, batch)), record(self.model) as usage:
-            output = output_of(self.model, self.task.inputs(batch))
+        inputs = self.task.inputs(batch)
+        mask_BS = mask_beside_call(self.task.mask(batch), inputs)
+        with batch_context(self.model, mask=mask_BS), record(self.model) as usage:
+            output = output_of(self.model, inputs)
         tally.add(usage, self._score(output, batch), batch)
         if self.likeness is not None:
             tally.keep(self.likeness.keep(output, batch).cpu())

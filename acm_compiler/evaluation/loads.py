@@ -23,12 +23,12 @@ from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.batch_context import mask_beside_call
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import PADDING, Usage, record
 from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks import Task
-from acm_compiler.tasks.base import mask_beside_call
 
 CLIPS, TEXTS = 4, 6
 Pieces = Callable[[Sequence[int]], Sequence[str]]
@@ -107,12 +107,13 @@ def usage_at(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float
     """Usage on a batch at each budget. Mode, choices and budget of the model come back at the end."""
     device = next(iter(sites(model).values())).k_lo.device
     there = {name: value.to(device) for name, value in batch.items()}
-    found = {}
+    inputs = task.inputs(there)
+    mask_BS, found = mask_beside_call(task.mask(there), inputs), {}
     with undisturbed(rewritten(model)):
         for budget in budgets:
             set_budget(model, budget)
-            with batch_context(model, mask=mask_beside_call(task, there)), record(model, macs=False) as usage:
-                call_model(model, task.inputs(there))
+            with batch_context(model, mask=mask_BS), record(model, macs=False) as usage:
+                call_model(model, inputs)
             found[budget] = usage
     return found
 

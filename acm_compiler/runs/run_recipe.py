@@ -39,6 +39,7 @@ from acm_compiler.runs.folder import (
 from acm_compiler.runs.opened import OpenedRecipe, with_progress
 from acm_compiler.runs.pipeline import convert
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.batch_context import mask_beside_call
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import measure_budgets, undisturbed
@@ -48,7 +49,7 @@ from acm_compiler.runtime.usage import record
 from acm_compiler.sources.from_hf import processor_files
 from acm_compiler.sources.inputs import Example, call_model
 from acm_compiler.tasks import Task
-from acm_compiler.tasks.base import base_metric, mask_beside_call
+from acm_compiler.tasks.base import base_metric
 from acm_compiler.training.machine import Machine, open_machine
 from acm_compiler.training.phase import Job
 from acm_compiler.training.schedule import run_schedule
@@ -247,7 +248,8 @@ class RecipeRun(OpenedRecipe):
         """So many examples to train on, None for all, drawn at random, plain, as inputs and padding mask."""
         config = plain(self.data.train)
         for batch in self.first(config, count or count_examples(self.dataset(config)), self.machine.device):
-            yield self.task.inputs(batch), mask_beside_call(self.task, batch)
+            inputs = self.task.inputs(batch)
+            yield inputs, mask_beside_call(self.task.mask(batch), inputs)
 
     def watch(self, model: nn.Module) -> Mapping[str, Any]:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""
@@ -256,14 +258,14 @@ class RecipeRun(OpenedRecipe):
             for batch in self.first(self.data.eval, _WATCHED_EXAMPLES, self.machine.device):
                 if self.task.needs_dense and self.model is not None:
                     batch = self.task.remember(call_model(self.model, self.task.inputs(batch)), batch)
-                with batch_context(model, mask=mask_beside_call(self.task, batch)), record(model, macs=False) as usage:
-                    scores.append(self.task.score(call_model(model, self.task.inputs(batch)), batch))
+                inputs = self.task.inputs(batch)
+                mask_BS = mask_beside_call(self.task.mask(batch), inputs)
+                with batch_context(model, mask=mask_BS), record(model, macs=False) as usage:
+                    scores.append(self.task.score(call_model(model, inputs), batch))
                 units.append(self.task.units(batch).to(self.machine.device))
                 shares.append(usage.real_shares)
-        return {
-            self.task.metric: self.task.value(torch.cat(scores), torch.cat(units)),
-            "budget": float(torch.cat(shares).mean()),
-        }
+        value = self.task.value(torch.cat(scores), torch.cat(units))
+        return {self.task.metric: value, "budget": float(torch.cat(shares).mean())}
 
     def judge(self, model: nn.Module, dense: nn.Module) -> Evaluation:
         """The finished model at every budget of the recipe, beside the dense one and beside every fixed k."""

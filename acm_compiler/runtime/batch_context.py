@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten, wholly_rewritten
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import highest_k, refuse_unfitted
+from acm_compiler.sources.inputs import Inputs
 
 
 @contextmanager
@@ -56,6 +57,15 @@ def batch(
     each = any(at is not None and at.batch_axis is not None and at.folds == 1 for at in layouts)
     with batch_held(owner, Said(**tensors, skip_padding=skip_padding, each=each)):
         yield
+
+
+def mask_beside_call(mask_BS: Tensor | None, inputs: Inputs) -> Tensor | None:
+    """A batch's padding mask as `batch` takes it: None where it is the call's `attention_mask`, which is read there.
+
+    Read from the call it is one of frames where it was one of audio, and holds for sites alone whose tokens it fits.
+    """
+    carried = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    return None if mask_BS is not None and carried is not None and torch.equal(mask_BS, carried.bool()) else mask_BS
 
 
 def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict[str, Tensor]:

@@ -215,16 +215,6 @@ def base_metric(model: nn.Module, batches: Iterable[Batch], task: Task) -> float
     return task.value(torch.cat(scores), torch.cat(units))
 
 
-def mask_beside_call(task: Task, batch: Batch) -> Tensor | None:
-    """The task's padding mask; None where that is the `attention_mask` of the model's call, which is read from there.
-
-    Read from the call it is one of frames where it was one of audio, and holds for sites alone whose tokens it fits.
-    """
-    mask, inputs = task.mask(batch), task.inputs(batch)
-    carried = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    return None if mask is not None and carried is not None and torch.equal(mask, carried.bool()) else mask
-
-
 def entry_of(batch: Batch, name: str, what: str, *, task: str) -> Tensor:
     """The batch's tensor of that name. DataError where it has none."""
     if name not in batch:

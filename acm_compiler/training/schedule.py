@@ -19,8 +19,8 @@ from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.planning.check_schedule import check_phase, check_schedule
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
+from acm_compiler.runtime.batch_context import mask_beside_call
 from acm_compiler.sources.inputs import Example
-from acm_compiler.tasks.base import mask_beside_call
 from acm_compiler.training.finetune import Finetune
 from acm_compiler.training.live_state import seed_generators
 from acm_compiler.training.loop import PhaseLoop, Run
@@ -150,7 +150,8 @@ def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
         )
         for cpu_batch in stream.epoch():
             batch = {name: value.to(device) for name, value in cpu_batch.items()}
-            yield job.task.inputs(batch), mask_beside_call(job.task, batch)
+            inputs = job.task.inputs(batch)
+            yield inputs, mask_beside_call(job.task.mask(batch), inputs)
 
     assert job.calibrate is not None
     with _ended_at_once(run, "stopped inside phase calibrate, of which nothing is kept"):

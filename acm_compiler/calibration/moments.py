@@ -180,8 +180,10 @@ class Reservoir:
         held = len(self._weights)
         if (wanted := min(self.seen, self.size)) > held:
             rows = min(self.size, max(wanted, 2 * held))
-            # zeros that take no memory: while offloading no sample of this size is ever anywhere but in a file
-            grown = kept(self._vectors.new_zeros(1, 1).expand(rows, self._vectors.shape[1])).contiguous()
+            # zeros that take no memory: a sample that goes to a file is never whole anywhere else
+            zeros = self._vectors.new_zeros(1, 1).expand(rows, self._vectors.shape[1])
+            if not (grown := kept(zeros)).is_contiguous():
+                grown = kept(zeros.contiguous())
             grown[:held] = self._vectors
             self._vectors, self._weights = grown, F.pad(self._weights, (0, rows - held))
 

@@ -191,7 +191,7 @@ def test_batches_are_an_iterable_of_batches(name, batches, made):
 
 def test_a_page_of_another_kind_is_not_written_over(made, tmp_path):
     (tmp_path / "index.html").write_text("<html>mine</html>")
-    with pytest.raises(StorageError, match=r"index\.html: this page is none that a report wrote"):
+    with pytest.raises(StorageError, match=r"index\.html: this page was not written by a report"):
         acm.report(made[3], EVALUATION, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["index.html"]
 

@@ -171,5 +171,5 @@ def _check(found: int, expected: int, what: str, site: str) -> None:
             where=site,
             found=found,
             expected=expected,
-            fix="a mask is [batch, tokens], budgets are [batch], both of the very inputs of the call",
+            fix="give a mask [batch, tokens], or budgets [batch], of the same examples and tokens as this call",
         )

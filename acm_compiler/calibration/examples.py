@@ -74,7 +74,7 @@ class Examples:
 
 
 def in_parts(example: Example, *, at_most: int = _AT_ONCE, shortened: bool = False) -> list[Example]:
-    """The rows of token numbers [B, S] in batches of `at_most` tokens, padding counted; other batches are whole.
+    """The rows of token numbers [B, S] in batches of at most so many tokens, padding counted; other batches are whole.
 
     What a model of a large vocabulary gives for a thousand tokens, and what its gradients keep, takes gigabytes.
     shortened: rows of like length are put together, and columns that are padding in all of them are left out.

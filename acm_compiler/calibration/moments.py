@@ -180,7 +180,8 @@ class Reservoir:
         held = len(self._weights)
         if (wanted := min(self.seen, self.size)) > held:
             rows = min(self.size, max(wanted, 2 * held))
-            # zeros that take no memory: a sample that goes to a file is never whole anywhere else
+            # zeros that take no memory, so that a sample in a file is never whole anywhere else; where there is no file
+            # `kept` leaves them as they are, and they are given memory first
             zeros = self._vectors.new_zeros(1, 1).expand(rows, self._vectors.shape[1])
             if not (grown := kept(zeros)).is_contiguous():
                 grown = kept(zeros.contiguous())

@@ -117,9 +117,9 @@ def write_report(directory: Path, report: Report) -> Path:
 
 
 def _refuse_others(page: Path) -> None:
-    """StorageError where a page that is none of ours would be written over."""
+    """StorageError where a page that no report wrote would be written over."""
     if page.is_file() and b"acm_compiler" not in page.read_bytes():
-        raise StorageError("this page is none that a report wrote", where=str(page), fix="choose another folder")
+        raise StorageError("this page was not written by a report", where=str(page), fix="choose another folder")
 
 
 def _charts(report: Report) -> dict[str, Draw]:

@@ -59,8 +59,8 @@ def batch(
         yield
 
 
-def mask_beside_call(mask_BS: Tensor | None, inputs: Inputs) -> Tensor | None:
-    """A batch's padding mask as `batch` takes it: None where it is the call's `attention_mask`, which is read there.
+def mask_not_in_call(mask_BS: Tensor | None, inputs: Inputs) -> Tensor | None:
+    """The padding mask that `batch` has to be told: None where the call's own `attention_mask` says the same.
 
     Read from the call it is one of frames where it was one of audio, and holds for sites alone whose tokens it fits.
     """

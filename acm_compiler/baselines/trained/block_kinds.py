@@ -135,7 +135,7 @@ class TextBlocks(Blockwise):
         super().__init__(model)
         self.blocks = _stack(model)
         self.model.config.use_cache = False  # of decoders: a block that is run again would find its own keys
-        # makes of tokens what a block returns: these alone, or with other values; None until a block was run
+        # turns tokens into what a block returns: the tokens alone, or a tuple of them; None until a block was run
         self._returned: Callable[[Tensor], Any] | None = None
 
     @classmethod

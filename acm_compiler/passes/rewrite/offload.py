@@ -64,8 +64,8 @@ def offloading(to: str | os.PathLike[str] | None) -> Iterator[None]:
     if to is None:
         yield
         return
-    if str(to).partition(":")[0] in ("cuda", "gpu", "mps", "meta", "xpu"):
-        raise UsageError("offload is no such place", found=repr(to), expected="'disk', a folder, or 'cpu'")
+    if _names_device(to):
+        raise UsageError("offload must be a place for tensors", found=repr(to), expected="'disk', a folder, or 'cpu'")
     folder = tempfile.gettempdir() if to == "disk" else os.fspath(folder_at(to))
     with storing(folder):
         os.makedirs(folder, exist_ok=True)
@@ -76,6 +76,15 @@ def offloading(to: str | os.PathLike[str] | None) -> Iterator[None]:
             yield
     finally:
         freed_memory.hold(activations=True)
+
+
+def _names_device(to: str | os.PathLike[str]) -> bool:
+    """True for what torch takes for a device: nobody means a folder of that name."""
+    try:
+        torch.device(str(to))
+    except RuntimeError:
+        return False
+    return True
 
 
 def kept(value: _Kept) -> _Kept:

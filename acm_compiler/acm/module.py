@@ -206,12 +206,8 @@ class ACM(nn.Module):
         nu_TC = sample_nu(u_TC, gumbel_noise(u_TC) if draw is None else draw(self, u_TC, shape), temperature)
         self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), x)
         if torch.is_grad_enabled() and not recomputing():
-            nu = self.by_example(nu_TC, shape)
-            mask, padding = self._mask(shape), getattr(self.conversion, "padding", None)
-            if mask is None and padding is not None and tokens.keeps_order(self.layout, shape):
-                mask = padding.mask_of(nu.shape[:2])
             thread = 0 if torch.compiler.is_compiling() else get_ident()
-            keep_choices(self.choices, Choices(nu=nu, mask=mask, thread=thread))
+            keep_choices(self.choices, Choices(nu=self.by_example(nu_TC, shape), mask=self._mask(shape), thread=thread))
         run = ops.relaxed if self.split is None else self.split(ops.relaxed)
         weights = self.learners.weights()
         y_TO = run(x_TD, nu_TC, weights if self.adapter is None else self.adapter(weights), self.k_min)
@@ -248,10 +244,10 @@ class ACM(nn.Module):
         return None if mask_T is None else self.by_example(mask_T, shape)
 
     def mask_of(self, shape: torch.Size) -> Tensor | None:
-        """The batch's mask for an input [*shape, D], flat [T], True at real tokens; None when all are real."""
-        if (said := batch_of(self.conversion)) is None or said.mask is None:
-            return None
-        return tokens.of_mask(said.mask.to(self.k_lo.device), shape, self.layout_of(shape), site=self.name)
+        """The padding mask for an input [*shape, D], flat [T], True at real tokens; None when all are real."""
+        layout = self.layout_of(shape)
+        mask_BS = tokens.known_mask(self.conversion, shape, layout)
+        return None if mask_BS is None else tokens.of_mask(mask_BS.to(self.k_lo.device), shape, layout, site=self.name)
 
     @property
     def knob_value(self) -> float:

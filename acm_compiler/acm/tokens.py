@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from acm_compiler.acm.context import examples_of
+from acm_compiler.acm.context import batch_of, examples_of
 from acm_compiler.errors import LayoutUnknown
 from acm_compiler.site import Layout
 
@@ -30,6 +30,18 @@ def keeps_order(layout: Layout | None, shape: torch.Size) -> bool:
     So it has where the batch is an axis of its own, and where batch and tokens are one axis; windows have not.
     """
     return layout is not None and (layout.folds == 1 or len(shape) == 1)
+
+
+def size_of_mask(shape: torch.Size, layout: Layout | None) -> torch.Size | None:
+    """The shape [batch, tokens] of a mask for an input [*shape, D]; None where none can be followed into its tokens."""
+    if layout is None or not keeps_order(layout, shape):
+        return None
+    if layout.batch_axis is None:
+        return torch.Size((1, shape.numel()))
+    if layout.batch_axis >= len(shape) or shape[layout.batch_axis] % layout.folds:
+        return None
+    batch = shape[layout.batch_axis] // layout.folds
+    return torch.Size((batch, shape.numel() // batch)) if batch else None
 
 
 def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
@@ -96,6 +108,18 @@ def examples(shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     if layout.batch_axis is None:
         return torch.zeros(shape.numel(), dtype=torch.int64)
     return of_examples(torch.arange(_batch(shape, layout, site)), shape, layout, site=site)
+
+
+def known_mask(owner: object, shape: torch.Size, layout: Layout | None) -> Tensor | None:
+    """The mask [batch, tokens] of an open `acm.batch` for the model with that conversion.
+
+    Without one, where calls of the model are followed, the running call's own, if it fits an input [*shape, D].
+    """
+    said = batch_of(owner)
+    if said is not None and said.mask is not None:
+        return said.mask
+    padding, size = getattr(owner, "padding", None), size_of_mask(shape, layout)
+    return None if padding is None or size is None else padding.mask_of(size)
 
 
 def of_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:

@@ -27,6 +27,7 @@ from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.batch_context import mask_not_in_call, padding_watched
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.inputs import call_model
 
@@ -163,8 +164,7 @@ class SiteMethod(Method):
         """Look at the inputs of all sites in the dense model, then fit and install the regions."""
         with observed(self.found.owner, self._observe):
             for batch in islice(self.subject.fit(), self.fit_batches) if self.regions else ():
-                with batch_context(self.host, mask=self.subject.task.mask(batch)):
-                    call_model(self.host, self.subject.task.inputs(batch))
+                self.call(batch)
         shares = [self.share_of(budget, self.subject.plan) for budget in budgets]
         for name, region in self.regions.items():
             region.fit(shares)
@@ -193,10 +193,16 @@ class SiteMethod(Method):
 
     def _forward(self, batch: Batch) -> Any:
         """The output for a batch; leaves in `_macs_B` what its sites executed, in `_dense_B` what dense ones would."""
-        task, self._macs_B = self.subject.task, torch.zeros((), dtype=torch.float64)
-        self._dense_B = self._macs_B
-        with batch_context(self.host, mask=task.mask(batch)), observed(self.found.owner, self._count):
-            return call_model(self.host, task.inputs(batch))
+        self._macs_B = self._dense_B = torch.zeros((), dtype=torch.float64)
+        with observed(self.found.owner, self._count):
+            return self.call(batch)
+
+    def call(self, batch: Batch) -> Any:
+        """The host's output for a batch; its sites know what is padding."""
+        inputs = self.subject.task.inputs(batch)
+        mask_BS = mask_not_in_call(self.subject.task.mask(batch), inputs)
+        with batch_context(self.host, mask=mask_BS), padding_watched(self.found):
+            return call_model(self.host, inputs)
 
     def _count(self, acm: ACM, k_BS: Tensor, mask_BS: Tensor | None, x: Tensor) -> None:
         """Add what one call of a site executed at real tokens."""

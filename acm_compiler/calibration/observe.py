@@ -222,15 +222,7 @@ class _Taps:
 
 def _fits(acm: ACM, shape: torch.Size, mask_BS: Tensor) -> bool:
     """True if `mask_BS` masks the tokens of an input [*shape, D] of this site."""
-    layout = acm.layout_of(shape)
-    if layout is None or not tokens.keeps_order(layout, shape):
-        return False
-    if layout.batch_axis is None:
-        return mask_BS.shape == (1, shape.numel())
-    if layout.batch_axis >= len(shape):
-        return False
-    batch = shape[layout.batch_axis] // layout.folds
-    return batch > 0 and mask_BS.shape == (batch, shape.numel() // batch)
+    return mask_BS.shape == tokens.size_of_mask(shape, acm.layout_of(shape))
 
 
 def _real_tokens(acm: ACM, x: Tensor, mask_BS: Tensor | None) -> Tensor | None:

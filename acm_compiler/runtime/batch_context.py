@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from acm_compiler.acm.context import Said, batch_held, batch_of
 from acm_compiler.errors import UsageError
-from acm_compiler.passes.rewrite.conversion import rewritten, wholly_rewritten
+from acm_compiler.passes.rewrite.conversion import Rewritten, rewritten, wholly_rewritten
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import highest_k, refuse_unfitted
+from acm_compiler.runtime.masks import unwatch_padding, watch_padding
 from acm_compiler.sources.inputs import Inputs
 
 
@@ -66,6 +67,20 @@ def mask_not_in_call(mask_BS: Tensor | None, inputs: Inputs) -> Tensor | None:
     """
     carried = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     return None if mask_BS is not None and carried is not None and torch.equal(mask_BS, carried.bool()) else mask_BS
+
+
+@contextmanager
+def padding_watched(found: Rewritten) -> Iterator[None]:
+    """While open, its ACMs read the padding masks of the model's own calls, where `acm.batch` gives none."""
+    before = found.owner.padding
+    if before is None:
+        found.owner.padding = watch_padding(found.model)
+    try:
+        yield
+    finally:
+        if before is None:
+            unwatch_padding(found.model)
+            found.owner.padding = None
 
 
 def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict[str, Tensor]:

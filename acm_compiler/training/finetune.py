@@ -20,9 +20,10 @@ from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.batch_context import mask_not_in_call
 from acm_compiler.runtime.control import refuse_unfitted, relax, set_budget
 from acm_compiler.runtime.usage import record
-from acm_compiler.sources.inputs import call_model, in_mode
+from acm_compiler.sources.inputs import Inputs, call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.tasks.base import distance, distance_unit
 from acm_compiler.training.live_state import SharedNoise
@@ -108,9 +109,11 @@ class Finetune:
             self._draw_budget()
         batch, wanted = (batch, None) if self.teacher is None else self.teacher.teach(batch)
         own_draws = nullcontext() if self.noise is None else self.noise.apart()
-        with batch_context(self.model, mask=self.task.mask(batch)), self._sync(last), own_draws:
+        inputs = self.task.inputs(batch)
+        mask_BS = mask_not_in_call(self.task.mask(batch), inputs)
+        with batch_context(self.model, mask=mask_BS), self._sync(last), own_draws:
             with self.machine.autocast():
-                loss, seen = self.step_module(batch, wanted)
+                loss, seen = self.step_module(inputs, batch, wanted)
             backward(loss / self.config.accumulate)
         self.seen.append(seen)
 
@@ -179,10 +182,10 @@ class _Step(nn.Module):
         # DDP is told that steps may leave parameters out (layers that are skipped), and warns where none is
         self.left_out = nn.Parameter(next(model.parameters()).new_zeros(()))
 
-    def forward(self, batch: Batch, wanted: Tensor | None) -> tuple[Tensor, _Seen]:
+    def forward(self, inputs: Inputs, batch: Batch, wanted: Tensor | None) -> tuple[Tensor, _Seen]:
         if self.config.update == "learners":
-            return self._at_chosen_k(batch, wanted)
-        task = self._objective(call_model(self.model, self.task.inputs(batch)), batch, wanted)
+            return self._at_chosen_k(inputs, batch, wanted)
+        task = self._objective(call_model(self.model, inputs), batch, wanted)
         choices = take_choices(self.model)
         parts = choices.losses(self.budget)
         c = self.config
@@ -190,9 +193,9 @@ class _Step(nn.Module):
         terms = (total, task, *(parts[name] for name in _TERMS[2:]))
         return total, _Seen.of(terms, choices.shares, choices.macs, choices.counts)
 
-    def _at_chosen_k(self, batch: Batch, wanted: Tensor | None) -> tuple[Tensor, _Seen]:
+    def _at_chosen_k(self, inputs: Inputs, batch: Batch, wanted: Tensor | None) -> tuple[Tensor, _Seen]:
         with record(self.model, macs=False) as usage:
-            loss = self._objective(call_model(self.model, self.task.inputs(batch)), batch, wanted)
+            loss = self._objective(call_model(self.model, inputs), batch, wanted)
         none = torch.zeros_like(loss)
         return loss, _Seen.of((loss, loss, none, none, none), usage.real_shares, usage.learner_macs, {})
 

@@ -31,6 +31,7 @@ from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.passes.rewrite.dense_region import dense_regions_run
 from acm_compiler.recipe.phases import TrainedPhase
 from acm_compiler.runtime.batch_context import batch as batch_context
+from acm_compiler.runtime.batch_context import mask_not_in_call, padding_watched
 from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
@@ -96,7 +97,8 @@ class TappedPhase:
         """Inside, the model runs as the unmodified network."""
         for acm in self.acms.values():
             self.objective.prepare(acm)
-        with in_mode(self.model, training=False), dense_regions_run(self.every.values()):
+        watched = padding_watched(rewritten(self.model))
+        with in_mode(self.model, training=False), dense_regions_run(self.every.values()), watched:
             yield
 
     def _no_sums(self) -> dict[str, Tensor]:
@@ -106,11 +108,12 @@ class TappedPhase:
 
     def run(self, batch: Batch, *, backward: Backward, last: bool) -> None:
         """One forward of the unmodified network; a backward at every site on the way."""
-        mask = self.task.mask(batch)
+        inputs = self.task.inputs(batch)
+        mask_BS = mask_not_in_call(self.task.mask(batch), inputs)
         for acm in self.acms.values():
             acm.tap = self._tap(backward)
-        with torch.no_grad(), batch_context(self.model, mask=mask), self.machine.autocast():
-            call_model(self.model, self.task.inputs(batch))
+        with torch.no_grad(), batch_context(self.model, mask=mask_BS), self.machine.autocast():
+            call_model(self.model, inputs)
 
     def _tap(self, backward: Backward) -> Callable[[ACM, Tensor, Tensor], None]:
         def tap(acm: ACM, x: Tensor, output: Tensor) -> None:

@@ -1,12 +1,16 @@
 """Distillation and gate training site by site: the losses, their gradients, and what is alive meanwhile."""
 
+import functools
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import default_collate
 
+from acm_compiler import plan, rewrite, tasks
 from acm_compiler.acm.reference import all_outputs, prefix_output
+from acm_compiler.data import BatchStream
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion, sites
 from acm_compiler.recipe.phases import LabelRule
 from acm_compiler.training.machine import open_machine
@@ -14,7 +18,8 @@ from acm_compiler.training.schedule import run_schedule
 from acm_compiler.training.site_phases import Distill, GateLabels
 from acm_compiler.training.tapped import TappedPhase, prefix_errors
 from tests.helpers.build import acm_for, planned_site
-from tests.helpers.training_runs import distill, examples, fitted, gate, job_in, run_once
+from tests.helpers.models import hf_wav2vec2
+from tests.helpers.training_runs import distill, examples, finetune, fitted, gate, job_in, run_once
 from tests.helpers.training_tiny import Task, make_model
 
 
@@ -75,6 +80,48 @@ def test_padding_has_no_part_in_the_site_losses():
         loss = (all_outputs(x, acm.learners.weights(), acm.k_min) - o).square().sum(-1).mean()
         (grad,) = torch.autograd.grad(loss, acm.learners.w_out)
         torch.testing.assert_close(grads[id(acm.learners.w_out)], grad, rtol=1e-4, atol=1e-6)
+
+
+class _Clips(torch.utils.data.Dataset):
+    """Noise of two lengths, of class 0 or 1, with a mask of its samples."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        real = torch.arange(400) < (400, 250)[index % 2]
+        audio = torch.randn(400, generator=torch.Generator().manual_seed(index)) * real
+        return {"input_values": audio, "attention_mask": real.long(), "label": torch.tensor(index % 2)}
+
+
+class _Hearing(Task):
+    """Classifies clips by the mean of a CTC model's logits; inputs and mask are those of any task."""
+
+    inputs, mask = tasks.Task.inputs, tasks.Task.mask
+
+    def answer(self, output, mask=None):
+        return output.logits[..., :2].mean(1)
+
+    def loss(self, output, batch):
+        return F.cross_entropy(self.answer(output), batch["label"])
+
+
+def test_masks_of_audio_count_the_frames_that_the_model_makes_of_it(tmp_path):
+    dense = hf_wav2vec2()[0].eval()
+    dense.config.feat_extract_norm = "layer"  # models that are given a mask
+    batch = default_collate([_Clips()[index] for index in range(4)])
+    given = {name: value for name, value in batch.items() if name != "label"}
+    model = rewrite(dense, plan(dense, given, sites="mlp", learners=2))
+    frames = dense._get_feat_extract_output_lengths(batch["attention_mask"].sum(1)).sum()
+    phase = TappedPhase(model, Distill(), _Hearing(), open_machine(), batch=4)
+    with phase.opened():
+        phase.run(batch, backward=lambda loss: loss.backward(), last=True)
+        assert {int(sums[1]) for sums in phase.sums.values()} == {int(frames)}
+    data = functools.partial(BatchStream, dataset=_Clips(), shuffle=True, drop_last=True)
+    short = {"steps": 2, "batch": 4}
+    job = job_in(tmp_path, task=_Hearing(), data=data)
+    run_schedule(model, [distill(**short), gate(**short), finetune(**short)], job)
+    assert conversion(model).padding is None
 
 
 def test_accumulated_batches_are_one_larger_batch(tmp_path):

@@ -32,8 +32,6 @@ from acm_compiler.errors import StorageError, TrainingFailed
 from acm_compiler.files import storing, whole_file
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.phases import FinetunePhase
-from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks.base import distance
 from acm_compiler.training.answers import model_digest
 from acm_compiler.training.live_state import generator_states, restore_generators, seed_generators
@@ -141,9 +139,7 @@ class TrainedSites(SiteMethod):
         """Train the host; `extra` is added to the loss after each forward."""
 
         def loss(batch: Batch, wanted: Tensor) -> Tensor:
-            with batch_context(self.host, mask=self.subject.task.mask(batch)):
-                output = call_model(self.host, self.subject.task.inputs(batch))
-            value = to_dense(self.subject, output, batch, wanted)
+            value = to_dense(self.subject, self.call(batch), batch, wanted)
             return value if extra is None else value + extra()
 
         acms = self.found.acms.values()

@@ -28,14 +28,16 @@ _MANY = 256  # far more than anyone accumulates before a step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Relaxed choices of one forward, for the losses: nu [batch, tokens, C] and the mask [batch, tokens] or None.
+    """Relaxed choices of one call of a site, for the losses: nu [batch, tokens, C], the mask [batch, tokens] or None.
 
-    thread: the one that ran it; 0 in compiled graphs, which do not tell.
+    thread: the one that ran it; forward: the number, from 1, of the model's forward. Both are 0 where they are not
+    known: compiled graphs do not tell.
     """
 
     nu: Tensor
     mask: Tensor | None
     thread: int = 0
+    forward: int = 0
 
 
 def keep_choices(kept: list[Choices], one: Choices) -> None:

@@ -206,12 +206,16 @@ class ACM(nn.Module):
         nu_TC = sample_nu(u_TC, gumbel_noise(u_TC) if draw is None else draw(self, u_TC, shape), temperature)
         self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), x)
         if torch.is_grad_enabled() and not recomputing():
-            thread = 0 if torch.compiler.is_compiling() else get_ident()
-            keep_choices(self.choices, Choices(nu=self.by_example(nu_TC, shape), mask=self._mask(shape), thread=thread))
+            caller = {} if torch.compiler.is_compiling() else {"thread": get_ident(), "forward": self._forward_number()}
+            nu, mask = self.by_example(nu_TC, shape), self._mask(shape)
+            keep_choices(self.choices, Choices(nu=nu, mask=mask, **caller))
         run = ops.relaxed if self.split is None else self.split(ops.relaxed)
         weights = self.learners.weights()
         y_TO = run(x_TD, nu_TC, weights if self.adapter is None else self.adapter(weights), self.k_min)
         return y_TO.to(x.dtype).reshape(*shape, y_TO.shape[-1])
+
+    def _forward_number(self) -> int:
+        return getattr(getattr(self.conversion, "padding", None), "forward", 0)
 
     def _run_tapped(self, x: Tensor) -> Tensor:
         assert self.tap is not None

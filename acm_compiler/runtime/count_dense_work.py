@@ -22,7 +22,6 @@ from acm_compiler.passes.capture.global_state import EAGER
 from acm_compiler.passes.capture.op_names import name_of
 from acm_compiler.passes.find.count_macs import Call, Work, does_macs, work_of
 from acm_compiler.passes.rewrite.parameter_proxy import dense_arguments
-from acm_compiler.runtime.masks import outside_acms
 
 
 @contextmanager
@@ -154,3 +153,13 @@ class _Counting(TorchFunctionMode):
             shape = tuple(result.shape) if isinstance(result, Tensor) else ()
             for work in work_of(Call(name=name, args=dense[0], kwargs=dense[1], shape=shape)):
                 self._macs[self._here.side(), work.rows, work.lengths] += work.macs
+
+
+def outside_acms(model: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """The modules of the model, each once: ACMs, but nothing inside them."""
+    seen = set() if seen is None else seen
+    if model not in seen and not isinstance(model, torch.jit.ScriptModule):
+        seen.add(model)
+        yield model
+        for part in () if isinstance(model, ACM) else model.children():
+            yield from outside_acms(part, seen)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from acm_compiler.acm import ACM
 from acm_compiler.acm.context import recomputing
 from acm_compiler.acm.precision import to_float64
+from acm_compiler.runtime.count_dense_work import outside_acms
 from acm_compiler.sources.inputs import by_name
 
 # methods of transformers
@@ -177,11 +177,15 @@ class DecoderTokens:
 
 
 class CallPadding:
-    """Padding mask of the latest call of a model, for every site that it fits."""
+    """Padding mask of the latest call of a model, for every site that it fits.
+
+    forward: the number, from 1, of the model's running call; 0 outside of one.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.decoder = DecoderTokens(half_of(model, "decoder"))
         self.given_BR: Tensor | None = None
+        self.forward = self._forwards = 0
         self._model = model
         named = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self._names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is named]
@@ -210,7 +214,9 @@ class CallPadding:
             if part is not self._model:
                 return
             args, kwargs = (), dict(zip(self._names, args, strict=False)) | dict(kwargs)
-        elif part is not self._model and by_name(part, args, kwargs)[1].get("attention_mask") is None:
+        elif part is self._model:
+            self.forward = self._forwards = self._forwards + 1
+        elif by_name(part, args, kwargs)[1].get("attention_mask") is None:
             return
         self.given_BR = self._tokens_BS = None
         found = call_mask(part, args, kwargs)
@@ -219,7 +225,7 @@ class CallPadding:
 
     def end(self, *_: Any) -> None:
         """The model ends."""
-        self._first = None
+        self._first, self.forward = None, 0
         self.decoder.end()
 
     def examples(self) -> int | None:
@@ -253,16 +259,6 @@ def unwatch_padding(model: nn.Module) -> None:
                 if isinstance(getattr(hook, "__self__", None), (CallPadding, DecoderTokens)):
                     for part in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
                         getattr(module, part, {}).pop(key, None)
-
-
-def outside_acms(model: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """The modules of the model, each once: ACMs, but nothing inside them."""
-    seen = set() if seen is None else seen
-    if model not in seen and not isinstance(model, torch.jit.ScriptModule):
-        seen.add(model)
-        yield model
-        for part in () if isinstance(model, ACM) else model.children():
-            yield from outside_acms(part, seen)
 
 
 def half_of(model: nn.Module, name: Literal["encoder", "decoder"]) -> nn.Module | None:

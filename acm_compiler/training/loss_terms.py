@@ -19,7 +19,10 @@ from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.planning.cost import learner_macs
 from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime import ranks
+
+_Taken = dict[str, tuple[Choices, ...]]
 
 
 def budget_loss(share_B: Tensor, budget: float) -> Tensor:
@@ -151,14 +154,20 @@ def take_choices(model: nn.Module) -> RelaxedChoices:
             "several threads ran relaxed forwards of this model since the last call of losses",
             fix="train from one thread, and call acm.losses after every forward",
         )
-    plan = found.plan
-    forwards = _count_forwards({name: len(calls) / plan.site(name).calls for name, calls in taken.items()})
-    grouped = []
-    for i in range(forwards):
-        present = {name: _part(calls, i, forwards) for name, calls in taken.items() if calls}
-        grouped.append(tuple(_site_choices(plan.site(name), calls) for name, calls in present.items()))
+    plan, grouped = found.plan, []
+    for forward in _by_forward(taken, plan):
+        grouped.append(tuple(_site_choices(plan.site(name), calls) for name, calls in forward.items() if calls))
         _check_batch(grouped[-1])
     return RelaxedChoices(forwards=tuple(grouped), macs=_macs(grouped))
+
+
+def _by_forward(taken: _Taken, plan: Plan) -> list[_Taken]:
+    """The calls of each forward: by its number, or where that is not known by how many calls the plan has of a site."""
+    numbers = sorted({call.forward for calls in taken.values() for call in calls})
+    if numbers[0]:
+        return [{name: tuple(c for c in calls if c.forward == n) for name, calls in taken.items()} for n in numbers]
+    forwards = _count_forwards({name: len(calls) / plan.site(name).calls for name, calls in taken.items()})
+    return [{name: _part(calls, i, forwards) for name, calls in taken.items()} for i in range(forwards)]
 
 
 def _macs(forwards: Sequence[tuple[SiteChoices, ...]]) -> tuple[Tensor, Tensor]:

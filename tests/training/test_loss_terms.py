@@ -19,6 +19,7 @@ from acm_compiler.runtime.batch_context import batch
 from acm_compiler.runtime.control import relax
 from acm_compiler.training.loss_terms import budget_loss, diversity_loss, entropy_loss, losses, take_choices
 from tests.helpers.build import acm_for, plan_of
+from tests.helpers.models import Mlp
 from tests.helpers.rewrite_cases import ALL
 from tests.helpers.training_tiny import TOKENS, make_model, tiny_site
 
@@ -118,6 +119,31 @@ def test_several_forwards_are_one_larger_batch():
     assert {name: value.item() for name, value in found.items()} == pytest.approx(
         {name: value.item() for name, value in expected.items()}
     )
+
+
+class Shared(torch.nn.Module):
+    """An MLP that runs on three tokens and then on all five, and one that runs once."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.own = (Mlp(torch.nn.functional.gelu) for _ in range(2))
+
+    def forward(self, x):
+        x = torch.cat([x[:, :2], x[:, 2:] + self.shared(x[:, 2:])], 1)
+        x = x + self.shared(x)
+        return x + self.own(x)
+
+
+def test_a_site_called_on_other_numbers_of_tokens_in_each_forward_belongs_to_it():
+    model, x = Shared(), torch.randn(2, 5, 16)
+    model = acm_compiler.rewrite(model, acm_compiler.plan(model, x, learners=2)).train()
+    for acm in sites(model).values():
+        acm.state = "learners"
+    relax(model, 1.0)
+    model(x)
+    model(x)
+    taken = take_choices(model)
+    assert [[choices.nu.shape[1] for choices in forward] for forward in taken.forwards] == [[8, 5]] * 2
 
 
 def test_forwards_that_cannot_be_told_apart_are_refused():

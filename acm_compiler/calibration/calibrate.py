@@ -14,9 +14,9 @@ from torch import nn
 from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_meta, refuse_quantized, refuse_skips
 from acm_compiler.acm.precision import no_autocast
 from acm_compiler.calibration.answer import Answer, default_answer, run
+from acm_compiler.calibration.choose_gates import choose_gates
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
 from acm_compiler.calibration.fit_all import fit_all
-from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.calibration.install import install
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.passes.capture.graph import batch_size
@@ -140,7 +140,6 @@ def calibrate_on(
             found.acms[fit.site.name].gate = fit.gates[choice.kind].gate
         work.finish(f"lowest k of the budget table: {choice.k_lo}; gates weigh tokens {_KINDS[choice.kind]}")
         table = fill_table(found, examples.held_out, budgets=wanted, k_lo=choice.k_lo, progress=work)
-        work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
         owner.value_sizes = {}
         if callable(getattr(model, "generate", None)) and skipping_sites(found):
             spend(found, min(table.points, key=lambda point: abs(point.share - _USUAL)).share)

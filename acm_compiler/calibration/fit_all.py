@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm import Gate
+from acm_compiler.calibration.choose_gates import ScoredGate
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.examples import Examples, Options
-from acm_compiler.calibration.gates import ScoredGate
 from acm_compiler.calibration.in_threads import in_threads
 from acm_compiler.calibration.install import FittedSite
 from acm_compiler.calibration.learners.candidates import Learned, Unit, choose_forms, learn, sharing, units, with_gates
@@ -68,24 +68,11 @@ def fit_all(
     for number, group in enumerate(groups, start=1):
         records = {site.name: _record(site, dense, options) for site in group}
         seen = _read(found, examples, records, options, progress)
-        for record in records.values():
-            record.require_tokens()
-        least, most = min(r.tokens for r in records.values()), max(r.tokens for r in records.values())
-        seen_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
-        passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
-        if not math.isfinite(seen.energy):
-            raise TrainingFailed(
-                "the model's answer is not finite on this data",
-                found=f"a squared norm of {seen.energy}",
-                fix="look for such values in the data and in the model's weights, or run it in a wider floating type; "
-                "where they are meant, as in a mask of logits, give answer= that leaves them out",
-            )
+        _refuse_useless(seen, records)
         if number == 1 and not (seen.energy > 0 and seen.has_gradients):
             warnings.warn(_NO_GRADIENT if seen.energy > 0 else _NO_ANSWER, stacklevel=4)
-        progress.finish(
-            f"read {seen.examples:,} examples, {seen_tokens} tokens{fewer} at each of {len(group)} sites{passes}"
-        )
+        passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
+        progress.finish(_amount_read(seen, records, options) + passes)
         progress.part("site", len(planned), done=len(fitted))
         fitted += _fit_group(found, records, examples, seen, options, progress)
         progress.finish(f"learners and gates of {len(fitted)} of {len(planned)} sites fitted")
@@ -171,9 +158,26 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
     )
 
 
-def _damage_unit(seen: Seen) -> float:
-    """One over the squared norm of one example's output; 1 where that is zero."""
-    return seen.judged / seen.energy if seen.energy > 0 else 1.0
+def _refuse_useless(seen: Seen, records: Records) -> None:
+    """Raise DataError where a site never ran, TrainingFailed where the model's answer is not finite."""
+    for record in records.values():
+        record.require_tokens()
+    if not math.isfinite(seen.energy):
+        raise TrainingFailed(
+            "the model's answer is not finite on this data",
+            found=f"a squared norm of {seen.energy}",
+            fix="look for such values in the data and in the model's weights, or run it in a wider floating type; "
+            "where they are meant, as in a mask of logits, give answer= that leaves them out",
+        )
+
+
+def _amount_read(seen: Seen, records: Records, options: Options) -> str:
+    """Examples and tokens of a pass, as text."""
+    tokens = [record.tokens for record in records.values()]
+    least, most = min(tokens), max(tokens)
+    each = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
+    return f"read {seen.examples:,} examples, {each} tokens{fewer} at each of {len(records)} sites"
 
 
 def _fit_group(
@@ -265,7 +269,8 @@ def _inputs(records: Records) -> dict[str, Tensor]:
 
 
 def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:
-    site, unit = learned.site, _damage_unit(seen)
+    # damage is a share of the squared norm of one example's output
+    site, unit = learned.site, seen.judged / seen.energy if seen.energy > 0 else 1.0
     gates = [_in_units(gate, unit, learned.x_TD) for gate in (learned.gate, learned.evened_gate)]
     # one example's damage is the sum over its tokens
     per_example = unit * learned.tokens / seen.examples

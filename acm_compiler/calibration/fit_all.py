@@ -20,7 +20,7 @@ from acm_compiler.calibration.install import FittedSite
 from acm_compiler.calibration.learners.candidates import Learned, Unit, choose_forms, learn, sharing, units, with_gates
 from acm_compiler.calibration.learners.fit_learners import ENOUGH_TOKENS
 from acm_compiler.calibration.learners.slices import Fit, fit_pairs
-from acm_compiler.calibration.observe import Seen, observe, reading
+from acm_compiler.calibration.observe import PassTotals, observe, reading
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed
 from acm_compiler.passes.rewrite.build_acm import fitted_learners
@@ -120,7 +120,7 @@ def _sample(site: PlannedSite, options: Options) -> int:
     return max(options.sample, min(_LARGEST_SAMPLE * options.sample, fits))
 
 
-def _read(found: Rewritten, examples: Examples, records: Records, options: Options, progress: Progress) -> Seen:
+def _read(found: Rewritten, examples: Examples, records: Records, options: Options, progress: Progress) -> PassTotals:
     """One pass; the first one decides how many batches all of them use."""
 
     def seen_all(tokens: int) -> bool:
@@ -140,17 +140,14 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         found,
         reading(batches, report),
         records,
-        answer=options.answer,
-        seed=options.seed,
-        backward_passes=options.backward_passes,
+        options,
         enough=lambda: with_gradients is not None and seen_all(with_gradients),
-        fast=options.precision == "bf16",
         apart=examples.apart,
     )
     for record in records.values():
         record.join()
     parts = ranks.gathered(seen)
-    return Seen(
+    return PassTotals(
         examples=seen.examples,
         judged=sum(part.judged for part in parts),
         energy=sum(part.energy for part in parts),
@@ -158,7 +155,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
     )
 
 
-def _refuse_useless(seen: Seen, records: Records) -> None:
+def _refuse_useless(seen: PassTotals, records: Records) -> None:
     """Raise DataError where a site never ran, TrainingFailed where the model's answer is not finite."""
     for record in records.values():
         record.require_tokens()
@@ -171,7 +168,7 @@ def _refuse_useless(seen: Seen, records: Records) -> None:
         )
 
 
-def _amount_read(seen: Seen, records: Records, options: Options) -> str:
+def _amount_read(seen: PassTotals, records: Records, options: Options) -> str:
     """Examples and tokens of a pass, as text."""
     tokens = [record.tokens for record in records.values()]
     least, most = min(tokens), max(tokens)
@@ -181,7 +178,7 @@ def _amount_read(seen: Seen, records: Records, options: Options) -> str:
 
 
 def _fit_group(
-    found: Rewritten, records: Records, examples: Examples, seen: Seen, options: Options, progress: Progress
+    found: Rewritten, records: Records, examples: Examples, seen: PassTotals, options: Options, progress: Progress
 ) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
     trim(hold=has_room())
@@ -268,7 +265,7 @@ def _inputs(records: Records) -> dict[str, Tensor]:
     return inputs
 
 
-def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:
+def _fitted(learned: Learned, seen: PassTotals, *, like: Tensor) -> FittedSite:
     # damage is a share of the squared norm of one example's output
     site, unit = learned.site, seen.judged / seen.energy if seen.energy > 0 else 1.0
     gates = [_in_units(gate, unit, learned.x_TD) for gate in (learned.gate, learned.evened_gate)]
@@ -294,7 +291,7 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
         widest = max(site.dense_width or 0 for site in given_up)
         warnings.warn(
             f"too few tokens to refit the second layer of {len(given_up)} MLP sites ({given_up[0].name}, ...): they "
-            f"keep the original one, which is worse below k = N; {ENOUGH_TOKENS * widest} tokens are the least that "
-            f"is of use, {5 * widest} are enough",
+            f"keep the original one, which is worse below k = N; {ENOUGH_TOKENS * widest} tokens are the "
+            f"minimum, {5 * widest} are enough",
             stacklevel=5,
         )

@@ -67,7 +67,7 @@ def copy(
     path = target or Path(source.name)
     path = path / source.name if path.is_dir() else path
     if path.exists() and not force:
-        raise UsageError("there is a file already", where=str(path), fix="give another name, or --force")
+        raise UsageError("the file exists already", where=str(path), fix="give another name, or --force")
     write_file(path, source.read_bytes())
     out.say(f"wrote {path}")
     out.document({"name": name, "path": str(path)})

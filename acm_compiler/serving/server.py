@@ -125,7 +125,7 @@ def serve(served: Served, controller: Controller, options: ServerOptions, at: so
             _Server(config, batcher.refuse).run(sockets=[at])
     finally:
         sys.setswitchinterval(turn)
-    say("stopped: all that was taken is answered")
+    say("stopped: every accepted request is answered")
 
 
 def drop_wrong_names(served: Served, budget: float, say: Say) -> None:

@@ -181,7 +181,7 @@ def test_a_signal_ends_the_server_after_what_it_took(images, number):
         assert asking.is_alive()
     code, words = server.end(number)
     asking.join()
-    assert code == 0 and "all that was taken is answered" in words
+    assert code == 0 and "every accepted request is answered" in words
     assert len(answers[0]["predictions"]) == 200
 
 

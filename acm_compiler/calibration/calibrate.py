@@ -150,7 +150,7 @@ def calibrate_on(
 
 def _fittable(model: nn.Module, options: Options) -> Rewritten:
     """The rewritten model, if a calibration can fit it; the errors of `calibrate` that need no batch."""
-    refuse_compiled(model, "calibrated", fix="give the eager model, the one that torch.compile was given")
+    refuse_compiled(model, "calibrated")
     found = wholly_rewritten(model, "calibration")
     refuse_inference_tensors(model)
     refuse_quantized(found.acms, "calibration")

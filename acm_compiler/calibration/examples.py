@@ -269,7 +269,7 @@ class Options:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"{name} must be a whole number, at least {least}", found=repr(value))
         if self.precision not in get_args(Precision):
-            raise UsageError("precision must be fp32 or bf16", found=repr(self.precision))
+            raise UsageError("precision must be one of two types", found=repr(self.precision), expected="fp32 or bf16")
         if not callable(self.answer):
             expected = "answer(output, mask), where output is what the model gives for a batch"
             raise UsageError("answer must be a function", found=type(self.answer).__name__, expected=expected)

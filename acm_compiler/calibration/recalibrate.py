@@ -67,7 +67,7 @@ def recalibrate(
     DataError without batches, SitesNotFitted, NoBudgetTable where nothing has trained the gates, TrainingFailed for
     values that are not finite.
     """
-    refuse_compiled(model, "calibrated", fix="give the eager model, the one that torch.compile was given")
+    refuse_compiled(model, "calibrated")
     found = wholly_rewritten(model, "calibration")
     refuse_skips(found.acms, "recalibration")
     owner, asked = found.owner, shares_of(found.owner, budgets)

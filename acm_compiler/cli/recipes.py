@@ -32,9 +32,7 @@ def list_recipes(json: JsonOption = False) -> None:
     recipes = [load_recipe(name) for name in shipped_recipes()]
     out.table([(recipe.name, recipe.description) for recipe in recipes])
     if not json:
-        out.note(
-            "acmc rewrite --recipe NAME carries one out; acmc compare --recipe NAME measures other methods beside it"
-        )
+        out.note("acmc rewrite --recipe NAME runs one; acmc compare --recipe NAME measures other methods beside it")
     out.document({"recipes": [{"name": recipe.name, "description": recipe.description} for recipe in recipes]})
 
 

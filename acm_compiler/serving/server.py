@@ -62,7 +62,7 @@ class Bounds:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The socket to listen at. UsageError where it is taken or no address of this machine."""
+    """The socket to listen on. UsageError where it is taken or no address of this machine."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)

@@ -146,7 +146,7 @@ def keep(run: SavedRun, found: Evaluation, output: Output, out: Path | None = No
         return
     if before is not None and whole is None:
         shown = f"budgets {_listed(before)} on {before.n:,} examples"
-        output.note(f"{file} held {shown}, for other examples or another model: it is replaced")
+        output.note(f"{file} held {shown}, on other examples or not of this model: it is replaced")
     elif whole is not None and len(whole.budgets) > len(found.budgets):
         output.note(f"{file} keeps what was measured before beside this: budgets {_listed(whole)}")
     elif file.name != FILE:

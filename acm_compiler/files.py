@@ -121,7 +121,7 @@ def bytes_of(size: int | str, what: str) -> int:
         number, unit, binary = found.groups()
         count = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
     if not count:
-        raise UsageError(f"{what} must be a size", found=repr(size), expected="a number of bytes, or text as '5GB'")
+        raise UsageError(f"{what} must be a size", found=repr(size), expected="a number of bytes, or text like '5GB'")
     return count
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -176,6 +177,13 @@ def examples_of(owner: object) -> int | None:
     if held is not None and held.value is not None:
         return held.value()
     return None if followed is None else followed.examples()
+
+
+def caller_of(owner: object) -> dict[str, int]:
+    """The thread, and the number of the running forward of the model with that conversion, for `Choices`."""
+    if torch.compiler.is_compiling():
+        return {}
+    return {"thread": get_ident(), "forward": getattr(getattr(owner, "padding", None), "forward", 0)}
 
 
 def is_nothing_open() -> bool:

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from acm_compiler.acm import ops, tokens
+from acm_compiler.acm import context, ops, tokens
 from acm_compiler.acm.arguments import Weights, held
 from acm_compiler.acm.check_arguments import refuse_type, refuse_width
-from acm_compiler.acm.context import (
-    Choices,
-    Said,
-    batch_of,
-    is_freezing,
-    keep_choices,
-    observers_of,
-    recomputing,
-    runs_prefixes,
-    transforms,
-)
+from acm_compiler.acm.context import Choices, Said
 from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript, refuse_without_dense
 from acm_compiler.acm.learners import Gate, Learners, OnlyK, gumbel_noise
 from acm_compiler.acm.precision import without_autocast
@@ -108,12 +97,13 @@ class ACM(nn.Module):
         self._layout, self.axis_of_ones = layout, tokens.axis_of_ones(layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        compiling = torch.compiler.is_compiling()
-        if not compiling and (run := ops.SITES.get(x.device.type)) is not None and (whole := run(self, x)) is not None:
+        # of small sites most time goes into Python: calls and searches for attributes are kept few
+        run = None if torch.compiler.is_compiling() else ops.SITES.get(x.device.type)
+        if run is not None and (whole := run(self, x)) is not None:
             return whole
         gate, learners = self.gate, self.learners
         refuse_changed(self.name, (gate.inner, gate.outer), learners, split=self.split is not None)
-        said = batch_of(self.conversion)
+        said = context.batch_of(self.conversion)
         if said is not None:  # what nobody reads must fit, too
             tokens.check_fit(said.mask, said.knob, x.shape[:-1], self.layout_of(x.shape[:-1]), site=self.name)
         if self.tap is not None:
@@ -129,26 +119,31 @@ class ACM(nn.Module):
             y = self._run_relaxed(x, self.temperature)
         else:
             weights = learners.weights()
-            if self.adapter is not None:
-                weights = self.adapter(weights)
+            weights = weights if self.adapter is None else self.adapter(weights)
             if x.dtype != weights.b_out.dtype:
                 refuse_type(x, weights.b_out.dtype, site=self.name)
             x_TD = x.reshape(-1, x.shape[-1])
-            dense = (  # a graph of one k may run dense products of so many learners
-                compiling and said is None and not weights.is_quantized and self.split is None and self.skips is None
-            )
-            dense = dense and runs_prefixes(x.device)
-            k = self.only_k.of(is_decode=tokens.is_one_each(x.shape[:-1], self.axis_of_ones)) if dense else None
+            k = self._k_of_graph(x, weights, said) if torch.compiler.is_compiling() else None
             k_T = self.choose(x_TD, x.shape[:-1], said) if k is None else x_TD.new_full(x_TD.shape[:1], k).int()
-            k_T = tokens.skip(k_T, self.mask_of(x.shape[:-1])) if said is not None and said.skip_padding else k_T
+            if said is not None and said.skip_padding:
+                k_T = tokens.skip(k_T, self.mask_of(x.shape[:-1]))
             self._report(k_T, x)
-            learn = ops.learners if self.split is None else self.split(ops.learners)
-            if self.skips is not None and self.skipping(x.shape[:-1]):
-                learn = self.skips.learners
-            alone = k is not None and ops.is_vector_call(x_TD, weights)
-            y_TO = learn(x_TD, k_T, weights) if k is None or alone else prefix_output(x_TD, weights, k)
+            if k is not None and not ops.is_vector_call(x_TD, weights):
+                y_TO = prefix_output(x_TD, weights, k)
+            elif self.skips is not None and self.skipping(x.shape[:-1]):
+                y_TO = self.skips.learners(x_TD, k_T, weights)
+            else:
+                run_learners = ops.learners if self.split is None else self.split(ops.learners)
+                y_TO = run_learners(x_TD, k_T, weights)
             y = y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def _k_of_graph(self, x: Tensor, weights: Weights, said: Said | None) -> int | None:
+        """The k of all tokens, where a graph may run dense products of so many learners; None elsewhere."""
+        plain = said is None and self.split is None and self.skips is None and not weights.is_quantized
+        if not plain or not context.runs_prefixes(x.device):
+            return None
+        return self.only_k.of(is_decode=tokens.is_one_each(x.shape[:-1], self.axis_of_ones))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"choices": []}  # their graphs are this module's forwards', and cannot be copied
@@ -170,7 +165,7 @@ class ACM(nn.Module):
             k_lo = self._of_examples(said.k_lo.clamp(self.k_min, self.count), shape)
             return choose_k(self.utilities(x_TD, knob), k_lo, k_hi, self.k_min)
         names = RUN_TIME[3:] if tokens.is_one_each(shape, self.axis_of_ones) else RUN_TIME[:3]
-        if is_freezing():  # a graph that keeps what it reads: Dynamo guards on numbers, and others make another
+        if context.is_freezing():  # a graph that keeps what it reads: Dynamo guards on numbers, and others make another
             bits, k_lo, k_hi = (torch.full_like(self.knob, self.written[name]) for name in names)
         else:
             bits, k_lo, k_hi = held(names, self, kind="_buffers")
@@ -205,17 +200,13 @@ class ACM(nn.Module):
         u_TC, draw = self.utilities(x_TD, self.knob.view(torch.float32)), self.noise
         nu_TC = sample_nu(u_TC, gumbel_noise(u_TC) if draw is None else draw(self, u_TC, shape), temperature)
         self._report((nu_TC.argmax(-1) + self.k_min).to(torch.int32), x)
-        if torch.is_grad_enabled() and not recomputing():
-            caller = {} if torch.compiler.is_compiling() else {"thread": get_ident(), "forward": self._forward_number()}
+        if torch.is_grad_enabled() and not context.recomputing():
             nu, mask = self.by_example(nu_TC, shape), self._mask(shape)
-            keep_choices(self.choices, Choices(nu=nu, mask=mask, **caller))
+            context.keep_choices(self.choices, Choices(nu=nu, mask=mask, **context.caller_of(self.conversion)))
         run = ops.relaxed if self.split is None else self.split(ops.relaxed)
         weights = self.learners.weights()
         y_TO = run(x_TD, nu_TC, weights if self.adapter is None else self.adapter(weights), self.k_min)
         return y_TO.to(x.dtype).reshape(*shape, y_TO.shape[-1])
-
-    def _forward_number(self) -> int:
-        return getattr(getattr(self.conversion, "padding", None), "forward", 0)
 
     def _run_tapped(self, x: Tensor) -> Tensor:
         assert self.tap is not None
@@ -228,9 +219,12 @@ class ACM(nn.Module):
         return refuse_without_dense(self.name) if self.dense is None else self.dense
 
     def _report(self, k_T: Tensor, x: Tensor) -> None:
-        if self.counts is not None and not recomputing() and (torch.compiler.is_compiling() or not any(transforms())):
+        observers = context.observers_of(self.conversion)
+        if (self.counts is None and not observers) or context.recomputing():
+            return
+        if self.counts is not None and (torch.compiler.is_compiling() or not any(context.transforms())):
             self.counts.add_(tokens.count_k(k_T, self.mask_of(x.shape[:-1]), self.count))
-        if (observers := observers_of(self.conversion)) and not recomputing():
+        if observers:
             k_BS, mask_BS = self.by_example(k_T, x.shape[:-1]), self._mask(x.shape[:-1])
             for observe in observers:
                 observe(self, k_BS, mask_BS, x)

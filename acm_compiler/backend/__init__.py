@@ -224,9 +224,9 @@ def _lacks_compiler(example_inputs: list[Any], patches: dict[str, Any], fallback
 
 def _announce_freezing(frozen: bool) -> None:
     if frozen:
-        _LOG.info("frozen graph: it keeps the budget or k of now, and another one compiles another graph")
+        _LOG.info("frozen graph: it keeps the budget or k set now, and another one compiles another graph")
         return
-    _LOG.warning("nothing was frozen: Dynamo heeds torch._inductor.config.freezing, which options= comes too late for")
+    _LOG.warning("nothing was frozen: for Dynamo options= comes too late; set torch._inductor.config.freezing = True")
 
 
 def _announce(lowered: tuple[Lowered, ...], fallback: str) -> None:

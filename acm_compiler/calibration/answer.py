@@ -114,7 +114,7 @@ def answers(output: Any, answer: Answer, mask_BS: Tensor | None = None) -> list[
     tensors = [t for t in parts if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
     if answer is not default_answer and (not tensors or len(tensors) < len(parts)):
         raise UsageError(
-            "answer gave what the sites cannot be judged by",
+            "answer must return floating tensors, which sites are judged by",
             found=", ".join(f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in parts),
             expected="a floating tensor [batch, ...], or a list of such",
         )

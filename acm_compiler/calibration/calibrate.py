@@ -14,9 +14,9 @@ from torch import nn
 from acm_compiler.acm.intact import refuse_adapted, refuse_in_parts, refuse_meta, refuse_quantized, refuse_skips
 from acm_compiler.acm.precision import no_autocast
 from acm_compiler.calibration.answer import Answer, default_answer, run
+from acm_compiler.calibration.choose_gates import choose_gates
 from acm_compiler.calibration.examples import Examples, MaskOf, Options, masked
 from acm_compiler.calibration.fit_all import fit_all
-from acm_compiler.calibration.gates import choose_gates
 from acm_compiler.calibration.install import install
 from acm_compiler.errors import LayoutUnknown, UsageError
 from acm_compiler.passes.capture.graph import batch_size
@@ -120,9 +120,7 @@ def calibrate_on(
     owner, wanted = found.owner, shares_of(found.owner, options.budgets)
     for site in owner.plan.sites:
         check_closed_form(site)
-    axes = [0 if site.layout is None else site.layout.batch_axis for site in owner.plan.sites]
-    apart = all(axis == 0 and site.layout is not None for axis, site in zip(axes, owner.plan.sites, strict=True))
-    examples = Examples(_single(batches) if None in axes else batches, tokens=options.tokens, apart=apart)
+    examples = _examples(owner.plan, batches, options)
     with (
         torch.inference_mode(False),
         no_autocast(),
@@ -140,9 +138,9 @@ def calibrate_on(
             found.acms[fit.site.name].gate = fit.gates[choice.kind].gate
         work.finish(f"lowest k of the budget table: {choice.k_lo}; gates weigh tokens {_KINDS[choice.kind]}")
         table = fill_table(found, examples.held_out, budgets=wanted, k_lo=choice.k_lo, progress=work)
-        work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
         owner.value_sizes = {}
         if callable(getattr(model, "generate", None)) and skipping_sites(found):
+            # so that `set_sparsity` works at once: it is for models that write
             spend(found, min(table.points, key=lambda point: abs(point.share - _USUAL)).share)
             measure_sizes(found, examples.held_out, tokens=_SIZED, run=partial(_run, found))
         spend(found, 1.0 if owner.default_budget is None else owner.default_budget)
@@ -152,7 +150,7 @@ def calibrate_on(
 
 def _fittable(model: nn.Module, options: Options) -> Rewritten:
     """The rewritten model, if a calibration can fit it; the errors of `calibrate` that need no batch."""
-    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
+    refuse_compiled(model, "calibrated")
     found = wholly_rewritten(model, "calibration")
     refuse_inference_tensors(model)
     refuse_quantized(found.acms, "calibration")
@@ -168,6 +166,14 @@ def _fittable(model: nn.Module, options: Options) -> Rewritten:
     refuse_skips(found.acms, "calibration")
     refuse_in_parts(model, "calibration")
     return found
+
+
+def _examples(plan: Plan, batches: Iterable[Example], options: Options) -> Examples:
+    """The batches, of one example each where a site mixes those of a batch; run in parts where no site does."""
+    layouts = [site.layout for site in plan.sites]
+    mixed = any(layout is not None and layout.batch_axis is None for layout in layouts)
+    apart = all(layout is not None and layout.batch_axis == 0 for layout in layouts)
+    return Examples(_single(batches) if mixed else batches, tokens=options.tokens, apart=apart)
 
 
 def _run(found: Rewritten, example: Example) -> None:

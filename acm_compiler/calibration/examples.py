@@ -159,8 +159,8 @@ def _alike(batches: Iterable[Example]) -> Iterator[Example]:
     for example in chain(batches, [None]):
         if len(set(ranks.gathered(_mark(example)))) > 1:
             raise UsageError(
-                "several processes calibrate on the same batches, which they share out, and these differ",
-                found="another batch in this process than in another one, or none",
+                "processes that calibrate together must read the same batches, and these differ",
+                found="another batch in this process than in another, or none",
                 fix="give all processes all batches, in one order: no DistributedSampler, and data that is drawn alike",
             )
         if example is not None:
@@ -193,7 +193,7 @@ def masked(batches: Iterable[Inputs], mask: MaskOf | None = None) -> Iterator[Ex
     refuse_no_batches(batches)
     if mask is not None and not callable(mask):
         raise UsageError(
-            "mask is asked about every batch",
+            "mask must be a function",
             found=type(mask).__name__,
             expected="a function of one batch, which gives its mask [batch, tokens] or None",
             fix="mask=lambda batch: batch['input_ids'] != 0",
@@ -213,7 +213,7 @@ def _said(mask: MaskOf, inputs: Inputs) -> Tensor | None:
     if said is None or (isinstance(said, Tensor) and said.dtype == torch.bool and said.dim() == 2):
         return said
     raise UsageError(
-        "mask gave a padding mask of another kind",
+        "mask must return a padding mask",
         found=shapes_of((said,)) if isinstance(said, Tensor) else type(said).__name__,
         expected="bool [batch, tokens], True at real tokens, or None",
         fix="compare, as in ids != 0, or end with .bool()",
@@ -269,7 +269,7 @@ class Options:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"{name} must be a whole number, at least {least}", found=repr(value))
         if self.precision not in get_args(Precision):
-            raise UsageError("precision is a type of products", found=repr(self.precision), expected="fp32 or bf16")
+            raise UsageError("precision must be one of two types", found=repr(self.precision), expected="fp32 or bf16")
         if not callable(self.answer):
-            expected = "a function answer(output, mask) of what the model gives for a batch"
-            raise UsageError("answer is asked of every output", found=type(self.answer).__name__, expected=expected)
+            expected = "answer(output, mask), where output is what the model gives for a batch"
+            raise UsageError("answer must be a function", found=type(self.answer).__name__, expected=expected)

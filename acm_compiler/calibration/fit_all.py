@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from acm_compiler.acm import Gate
+from acm_compiler.calibration.choose_gates import ScoredGate
 from acm_compiler.calibration.damage import Judged, mean_trace
 from acm_compiler.calibration.examples import Examples, Options
-from acm_compiler.calibration.gates import ScoredGate
 from acm_compiler.calibration.in_threads import in_threads
 from acm_compiler.calibration.install import FittedSite
 from acm_compiler.calibration.learners.candidates import Learned, Unit, choose_forms, learn, sharing, units, with_gates
 from acm_compiler.calibration.learners.fit_learners import ENOUGH_TOKENS
 from acm_compiler.calibration.learners.slices import Fit, fit_pairs
-from acm_compiler.calibration.observe import Seen, observe, reading
+from acm_compiler.calibration.observe import PassTotals, observe, reading
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import TrainingFailed
 from acm_compiler.passes.rewrite.build_acm import fitted_learners
@@ -68,24 +68,11 @@ def fit_all(
     for number, group in enumerate(groups, start=1):
         records = {site.name: _record(site, dense, options) for site in group}
         seen = _read(found, examples, records, options, progress)
-        for record in records.values():
-            record.require_tokens()
-        least, most = min(r.tokens for r in records.values()), max(r.tokens for r in records.values())
-        seen_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
-        passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
-        if not math.isfinite(seen.energy):
-            raise TrainingFailed(
-                "the model's answer is not finite on this data",
-                found=f"a squared norm of {seen.energy}",
-                fix="look for such values in the data and in the model's weights, or run it in a wider floating type; "
-                "where they are meant, as in a mask of logits, give answer= that leaves them out",
-            )
+        _refuse_useless(seen, records)
         if number == 1 and not (seen.energy > 0 and seen.has_gradients):
             warnings.warn(_NO_GRADIENT if seen.energy > 0 else _NO_ANSWER, stacklevel=4)
-        progress.finish(
-            f"read {seen.examples:,} examples, {seen_tokens} tokens{fewer} at each of {len(group)} sites{passes}"
-        )
+        passes = f", pass {number} of {len(groups)}" if len(groups) > 1 else ""
+        progress.finish(_amount_read(seen, records, options) + passes)
         progress.part("site", len(planned), done=len(fitted))
         fitted += _fit_group(found, records, examples, seen, options, progress)
         progress.finish(f"learners and gates of {len(fitted)} of {len(planned)} sites fitted")
@@ -133,7 +120,7 @@ def _sample(site: PlannedSite, options: Options) -> int:
     return max(options.sample, min(_LARGEST_SAMPLE * options.sample, fits))
 
 
-def _read(found: Rewritten, examples: Examples, records: Records, options: Options, progress: Progress) -> Seen:
+def _read(found: Rewritten, examples: Examples, records: Records, options: Options, progress: Progress) -> PassTotals:
     """One pass; the first one decides how many batches all of them use."""
 
     def seen_all(tokens: int) -> bool:
@@ -153,17 +140,14 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
         found,
         reading(batches, report),
         records,
-        answer=options.answer,
-        seed=options.seed,
-        backward_passes=options.backward_passes,
+        options,
         enough=lambda: with_gradients is not None and seen_all(with_gradients),
-        fast=options.precision == "bf16",
         apart=examples.apart,
     )
     for record in records.values():
         record.join()
     parts = ranks.gathered(seen)
-    return Seen(
+    return PassTotals(
         examples=seen.examples,
         judged=sum(part.judged for part in parts),
         energy=sum(part.energy for part in parts),
@@ -171,13 +155,30 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
     )
 
 
-def _damage_unit(seen: Seen) -> float:
-    """One over the squared norm of one example's output; 1 where that is zero."""
-    return seen.judged / seen.energy if seen.energy > 0 else 1.0
+def _refuse_useless(seen: PassTotals, records: Records) -> None:
+    """Raise DataError where a site never ran, TrainingFailed where the model's answer is not finite."""
+    for record in records.values():
+        record.require_tokens()
+    if not math.isfinite(seen.energy):
+        raise TrainingFailed(
+            "the model's answer is not finite on this data",
+            found=f"a squared norm of {seen.energy}",
+            fix="look for such values in the data and in the model's weights, or run it in a wider floating type; "
+            "where they are meant, as in a mask of logits, give answer= that leaves them out",
+        )
+
+
+def _amount_read(seen: PassTotals, records: Records, options: Options) -> str:
+    """Examples and tokens of a pass, as text."""
+    tokens = [record.tokens for record in records.values()]
+    least, most = min(tokens), max(tokens)
+    each = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
+    return f"read {seen.examples:,} examples, {each} tokens{fewer} at each of {len(records)} sites"
 
 
 def _fit_group(
-    found: Rewritten, records: Records, examples: Examples, seen: Seen, options: Options, progress: Progress
+    found: Rewritten, records: Records, examples: Examples, seen: PassTotals, options: Options, progress: Progress
 ) -> Iterator[FittedSite]:
     """The sites of one pass, one after the other; each record is dropped when it is used up."""
     trim(hold=has_room())
@@ -264,8 +265,9 @@ def _inputs(records: Records) -> dict[str, Tensor]:
     return inputs
 
 
-def _fitted(learned: Learned, seen: Seen, *, like: Tensor) -> FittedSite:
-    site, unit = learned.site, _damage_unit(seen)
+def _fitted(learned: Learned, seen: PassTotals, *, like: Tensor) -> FittedSite:
+    # damage is a share of the squared norm of one example's output
+    site, unit = learned.site, seen.judged / seen.energy if seen.energy > 0 else 1.0
     gates = [_in_units(gate, unit, learned.x_TD) for gate in (learned.gate, learned.evened_gate)]
     # one example's damage is the sum over its tokens
     per_example = unit * learned.tokens / seen.examples
@@ -289,7 +291,7 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
         widest = max(site.dense_width or 0 for site in given_up)
         warnings.warn(
             f"too few tokens to refit the second layer of {len(given_up)} MLP sites ({given_up[0].name}, ...): they "
-            f"keep the original one, which is worse below k = N; {ENOUGH_TOKENS * widest} tokens are the least that "
-            f"is of use, {5 * widest} are enough",
+            f"keep the original one, which is worse below k = N; {ENOUGH_TOKENS * widest} tokens are the "
+            f"minimum, {5 * widest} are enough",
             stacklevel=5,
         )

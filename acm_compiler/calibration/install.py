@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.module import State
-from acm_compiler.calibration.gates import ScoredGate
+from acm_compiler.calibration.choose_gates import ScoredGate
 from acm_compiler.passes.rewrite.build_acm import make_like
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten
 from acm_compiler.planning.cost import learner_unit, macs_per_learner

@@ -117,7 +117,7 @@ class SecondMoment:
 class Reservoir:
     """At most `size` tokens of a stream, each with the same chance: their vectors [R, F] and one weight each.
 
-    A token's vector comes first and its weight, if any, later; `settle` joins them. The stream is that of all
+    A token's vector comes first and its weight, if any, later; `flush` joins them. The stream is that of all
     processes: each draws for all of it, alike, and holds zeros in place of what others have seen, until `join`.
     """
 
@@ -148,7 +148,7 @@ class Reservoir:
         last = dict(zip(slots[rows].tolist(), rows.tolist(), strict=True))
         return torch.tensor(list(last.values()), dtype=torch.long), torch.tensor(list(last), dtype=torch.long)
 
-    def settle(self, stream: Iterable[ranks.Call] = ()) -> None:
+    def flush(self, stream: Iterable[ranks.Call] = ()) -> None:
         """Move what was drawn since the last call into the sample; tokens without a weight weigh nothing.
 
         stream: of several processes, what all have seen since then.

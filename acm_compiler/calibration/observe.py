@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.precision import FastLinears, exactly, no_autocast
-from acm_compiler.calibration.answer import Answer, answers, energy, mask_in, random_directions, run
-from acm_compiler.calibration.examples import Share, shares, tokens_shape
+from acm_compiler.calibration.answer import answers, energy, mask_in, random_directions, run
+from acm_compiler.calibration.examples import Options, Share, shares, tokens_shape
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.errors import UsageError
 from acm_compiler.passes.rewrite.conversion import Rewritten
@@ -38,7 +38,7 @@ _NO_FORMULA = re.compile(
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
+class PassTotals:
     """Totals of a pass: examples, those judged by their outputs, whose squared norm, and the presence of gradients."""
 
     examples: int = 0
@@ -51,35 +51,30 @@ def observe(
     found: Rewritten,
     examples: Iterable[Example],
     records: Mapping[str, SiteRecord],
+    options: Options,
     *,
-    answer: Answer,
-    seed: int,
-    backward_passes: int = 1,
     enough: Callable[[], bool] = lambda: False,
-    fast: bool = False,
     apart: bool = False,
-) -> Seen:
+) -> PassTotals:
     """Run the unmodified model on every example and let `records` (by site name) see their sites.
 
-    Gradients are those along a random direction of the output for each of so many `backward_passes`, over the root of
+    Gradients are those along a random direction of the answer for each of the `backward_passes`, over the root of
     their number: squares of gradients, summed up, expect what those of one would, with less noise. Once `enough()` is
     true before a batch, it and the rest are run forward alone, for the moments, and no further than to the last site
-    if every batch before called the sites as often as the plan says. `fast` multiplies linear layers in bfloat16.
-    `apart` runs batches with gradients in parts, and several processes run a share of each batch, see `shares`: records
-    and totals are then of what each saw, but for numbers of examples and tokens, until they are joined.
+    if every batch before called the sites as often as the plan says. `apart` runs batches with gradients in parts, and
+    several processes run a share of each batch, see `shares`: records and totals are then of what each saw, but for
+    numbers of examples and tokens, until they are joined.
     The model must be in eval mode. No tap, hook, gradient or flag stays on it. TrainingFailed on values that are not
     finite.
     """
-    seen = Seen()
+    seen = PassTotals()
     with _tapped(found.acms, records) as taps, _differentiable(found):
         for share, alone in _in_turn(examples, taps, enough, apart=apart):
             mask_BS = None if share.example is None else mask_in(found.model, share.example)
             taps.begin(mask_BS, first=seen.examples + share.before, forward_alone=alone)
             if share.example is not None:
-                _observe_share(
-                    found, share.example, taps, seen, answer=answer, seed=seed, count=backward_passes, fast=fast
-                )
-            _settle(records, taps, seen, share)
+                _observe_share(found, share.example, taps, seen, options)
+            _flush(records, taps, seen, share)
     return seen
 
 
@@ -96,31 +91,29 @@ def _in_turn(
         lengths.add(tokens_shape(example)[1:])
 
 
-def _observe_share(
-    found: Rewritten, example: Example, taps: _Taps, seen: Seen, *, answer: Answer, seed: int, count: int, fast: bool
-) -> None:
+def _observe_share(found: Rewritten, example: Example, taps: _Taps, seen: PassTotals, options: Options) -> None:
     """Run the model on what is run at once, and add up what its output and its gradients say."""
     grads = torch.set_grad_enabled(not taps.forward_alone)
     with batch_context(found.model, mask=example[1]), grads, suppress(ForwardEnded):
-        with FastLinears() if fast else nullcontext():
+        with FastLinears() if options.precision == "bf16" else nullcontext():
             output = run(found, example[0])
         if not taps.forward_alone:
             taps.as_planned &= taps.calls == taps.planned
-            outputs = answers(output, answer, taps.mask_BS)
+            outputs = answers(output, options.answer, taps.mask_BS)
             del output  # may be the largest tensor of all, and this batch's is of no use to the next
-            draw = partial(random_directions, outputs, taps.mask_BS, first=taps.first, seed=seed)
-            seen.has_gradients |= _differentiate_all(outputs, draw, count, taps.edges)
+            draw = partial(random_directions, outputs, taps.mask_BS, first=taps.first, seed=options.seed)
+            seen.has_gradients |= _differentiate_all(outputs, draw, options.backward_passes, taps.edges)
             seen.judged += outputs[0].shape[0]
             seen.energy += energy([t.detach() for t in outputs], taps.mask_BS)
 
 
-def _settle(records: Mapping[str, SiteRecord], taps: _Taps, seen: Seen, share: Share) -> None:
+def _flush(records: Mapping[str, SiteRecord], taps: _Taps, seen: PassTotals, share: Share) -> None:
     """Let records take in what all processes ran at once."""
     examples = 0 if share.example is None else share.before + taps.examples
     every = ranks.gathered((examples, {name: record.calls for name, record in records.items()}))
     for name, record in records.items():
         stream = ranks.stream([calls[name] for _, calls in every], cut=share.cut)
-        record.settle(stream, forward_alone=taps.forward_alone)
+        record.flush(stream, forward_alone=taps.forward_alone)
     trim(hold=taps.forward_alone or has_room())
     seen.examples += max(examples for examples, _ in every)
 

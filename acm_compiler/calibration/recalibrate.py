@@ -67,7 +67,7 @@ def recalibrate(
     DataError without batches, SitesNotFitted, NoBudgetTable where nothing has trained the gates, TrainingFailed for
     values that are not finite.
     """
-    refuse_compiled(model, "calibrated", fix="give the eager model, which torch.compile was given")
+    refuse_compiled(model, "calibrated")
     found = wholly_rewritten(model, "calibration")
     refuse_skips(found.acms, "recalibration")
     owner, asked = found.owner, shares_of(found.owner, budgets)
@@ -85,7 +85,6 @@ def recalibrate(
         wanted = (*asked, *owner.budgets_set)
         with progress_of("recalibrate", progress) as work:
             table = fill_table(found, examples, budgets=wanted, k_lo=k_lo, progress=work)
-            work.finish(f"budgets from {table.points[0].share:.3f} on measured on {table.examples} examples")
     if isinstance(owner.budget, dict):
         phases = {phase: max(budget, owner.table_min) for phase, budget in owner.budget.items()}
         set_budget(model, phases, cap=owner.cap)

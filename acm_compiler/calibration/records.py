@@ -32,7 +32,7 @@ class SiteRecord:
     gradients. `heard` is, for a linear site, `moments` with |g|^2 for weights. `shown` holds as many inputs of an MLP,
     in bfloat16, as that argument says: those that its learners are trained on; None where there are none.
     Several processes see a part of the data each: `tokens` are those of all, the rest is from `join` on. `calls`: real
-    tokens of this one's calls since the last `settle`.
+    tokens of this one's calls since the last `flush`.
     """
 
     def __init__(self, site: PlannedSite, dense: DenseWeights, *, sample: int, seed: int, shown: int = 0) -> None:
@@ -97,14 +97,14 @@ class SiteRecord:
             self.shown.offer(x_TD.bfloat16())
         return x_TD
 
-    def settle(self, stream: Sequence[ranks.Call], *, forward_alone: bool) -> None:
+    def flush(self, stream: Sequence[ranks.Call], *, forward_alone: bool) -> None:
         """After a batch's backward; `stream`: what all processes saw. TrainingFailed when something was not finite."""
         self.tokens += sum(call.tokens for call in stream)
         self.calls.clear()
         if not forward_alone:
-            self.sample.settle(stream)
+            self.sample.flush(stream)
         if self.shown is not None:
-            self.shown.settle(stream)
+            self.shown.flush(stream)
         for x_TD, listens in self._listens:
             if listens and self.dense.last is None:
                 self.heard.add(x_TD, torch.stack(listens).sum(0))
@@ -141,7 +141,7 @@ class SiteRecord:
             raise DataError(
                 "this site never saw a token of the calibration data",
                 where=self.site.name,
-                fix="give batches that use this part of the model and are no padding alone, or exclude the site",
+                fix="give batches that use this part of the model and are not padding alone, or exclude the site",
             )
 
     @staticmethod

@@ -94,7 +94,7 @@ class Budgets(_Document):
 
 def check_description(text: str, where: str) -> None:
     """Raise StorageError unless `text` is a model.json of today's format."""
-    checked_json(Description, text, what="this is no description of a saved model", where=where, fix=_FIX)
+    checked_json(Description, text, what="this is not a description of a saved model", where=where, fix=_FIX)
 
 
 def check_budgets(text: str, plan: Plan, where: str) -> None:

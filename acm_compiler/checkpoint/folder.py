@@ -119,7 +119,7 @@ def checked_extra(extra: Mapping[str, bytes | str] | None) -> dict[str, bytes | 
             or Path(name).name != name
         ):
             raise UsageError(
-                "no name for an extra file of a saved model", found=repr(name), expected="a plain new name"
+                "an extra file of a saved model cannot have this name", found=repr(name), expected="a plain new name"
             )
     return dict(extra or {})
 

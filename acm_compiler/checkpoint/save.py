@@ -90,14 +90,17 @@ def _save(
         if writes:
             write_folder(directory, writers, size_bytes=size_bytes, among_others=among_others)
     if writes and (source is None or owner.undo.graph is not None):
-        reason = why_none(root, plan, owner.rest) if source is None else None
-        _LOG.warning(
-            "%s: nothing says how this %s is built again%s\n  load it into your own: acm.load(%r, base_model=…)",
-            directory,
-            type(root).__name__,
-            f" ({reason})" if reason else "",
-            str(directory),
-        )
+        _warn_of_no_source(root, directory, why_none(root, plan, owner.rest) if source is None else None)
+
+
+def _warn_of_no_source(root: nn.Module, directory: str | os.PathLike[str], reason: str | None) -> None:
+    _LOG.warning(
+        "%s: nothing says how this %s is built again%s\n  load it into your own: acm.load(%r, base_model=…)",
+        directory,
+        type(root).__name__,
+        f" ({reason})" if reason else "",
+        str(directory),
+    )
 
 
 def _stop(root: nn.Module, owner: Conversion, tensors: Mapping[str, Tensor]) -> str | None:

@@ -59,7 +59,7 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise StorageError(
-                "the module keeps state that is no tensor",
+                "the module keeps state that is not a tensor",
                 where=name,
                 found="get_extra_state",
                 fix="keep it as a parameter or a buffer: a saved folder holds tensors only",

@@ -37,7 +37,7 @@ def bench(
         typer.Option(metavar="B,B,…", help="Shares of learner MACs, or 60%, or 11GMACs; unset: .25,.5,.75,1."),
     ] = None,
     batches: Annotated[str, typer.Option(metavar="N,N,…", help="Batch sizes.")] = "1,8,64",
-    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Turns that every contender gets.")] = 11,
+    rounds: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds in which every contender is timed.")] = 11,
     verify: Annotated[bool, typer.Option("--verify", help="Only compare outputs, at every k.")] = False,
     device: DeviceOption = None,
     task: TaskOption = None,

@@ -70,7 +70,8 @@ def _check_place(out: Path | None) -> None:
 
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         found = "a folder" if out.is_dir() else f"no folder {out.parent}"
-        raise UsageError("no place for a file", where="--out", found=found, expected="a file in a folder that is there")
+        expected = "a file in a folder that exists"
+        raise UsageError("the result cannot be written there", where="--out", found=found, expected=expected)
 
 
 def say_advice(directory: Path, found: Evaluation, recipe: Recipe | None, output: Output) -> None:
@@ -145,11 +146,11 @@ def keep(run: SavedRun, found: Evaluation, output: Output, out: Path | None = No
         return
     if before is not None and whole is None:
         shown = f"budgets {_listed(before)} on {before.n:,} examples"
-        output.note(f"{file} held {shown}, which were not these, or not of this model: it is replaced")
+        output.note(f"{file} held {shown}, on other examples or not of this model: it is replaced")
     elif whole is not None and len(whole.budgets) > len(found.budgets):
         output.note(f"{file} keeps what was measured before beside this: budgets {_listed(whole)}")
     elif file.name != FILE:
-        output.note(f"kept in {file}: it is on other data than {FILE}, or for another task, which stays")
+        output.note(f"kept in {file}, as it is on other data than {FILE}, or for another task; that file stays")
 
 
 def _listed(evaluation: Evaluation) -> str:

@@ -178,7 +178,7 @@ def read_what(text: str, overrides: Sequence[str] = (), **settings: Any) -> Reci
             )
         return load_recipe(text, overrides)
     if overrides:
-        raise UsageError("--set changes recipes, and this is none", where=text, fix="leave it out, or give a recipe")
+        raise UsageError("--set changes recipes, and this is not one", where=text, fix="leave it out, or give a recipe")
     if ":" not in text and not Path(text).is_dir():
         hint = did_you_mean(text, shipped_recipes())
         expected = f"a recipe ({', '.join(shipped_recipes())}, FILE.yaml), {FORMS}"

@@ -32,9 +32,7 @@ def list_recipes(json: JsonOption = False) -> None:
     recipes = [load_recipe(name) for name in shipped_recipes()]
     out.table([(recipe.name, recipe.description) for recipe in recipes])
     if not json:
-        out.note(
-            "acmc rewrite --recipe NAME carries one out; acmc compare --recipe NAME measures other methods beside it"
-        )
+        out.note("acmc rewrite --recipe NAME runs one; acmc compare --recipe NAME measures other methods beside it")
     out.document({"recipes": [{"name": recipe.name, "description": recipe.description} for recipe in recipes]})
 
 
@@ -67,7 +65,7 @@ def copy(
     path = target or Path(source.name)
     path = path / source.name if path.is_dir() else path
     if path.exists() and not force:
-        raise UsageError("there is a file already", where=str(path), fix="give another name, or --force")
+        raise UsageError("the file exists already", where=str(path), fix="give another name, or --force")
     write_file(path, source.read_bytes())
     out.say(f"wrote {path}")
     out.document({"name": name, "path": str(path)})

@@ -14,13 +14,13 @@ from acm_compiler.runs.given import Given
 
 SloOption = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="95 of 100 requests in this time, such as 50ms; unset: one budget."),
+    typer.Option(metavar="TIME", help="Time that 95 of 100 requests must meet, such as 50ms; unset: one budget."),
 ]
 BudgetsOption = Annotated[
-    str | None, typer.Option(metavar="LOW:HIGH", help="Budgets to choose from, such as .25:1; one alone is kept.")
+    str | None, typer.Option(metavar="LOW:HIGH", help="Budgets to choose from, such as .25:1; a single one is kept.")
 ]
 LossOption = Annotated[
-    float | None, typer.Option(min=0, metavar="L", help="Go no lower than where the metric lost so much.")
+    float | None, typer.Option(min=0, metavar="L", help="Largest loss of the metric that a budget may cost.")
 ]
 LengthOption = Annotated[
     int | None, typer.Option(min=2, metavar="N", help="Tokens of a text; unset: the model's, 512 at most.")
@@ -30,7 +30,7 @@ QuantizeOption = Annotated[
 ]
 RecalibrateOption = Annotated[
     Literal["asked", "drift"] | None,
-    typer.Option(help="Measure budgets anew on recent inputs: on POST /recalibrate; drift: by itself, too."),
+    typer.Option(help="Measure budgets anew on recent inputs, on POST /recalibrate; drift: by itself, too."),
 ]
 
 
@@ -39,8 +39,8 @@ def serve(
     slo: SloOption = None,
     budgets: BudgetsOption = None,
     max_loss: LossOption = None,
-    host: Annotated[str, typer.Option(metavar="H", help="Address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="P", help="Port to listen at; 0: any.")] = 8000,
+    host: Annotated[str, typer.Option(metavar="H", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="P", help="Port to listen on; 0: any.")] = 8000,
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Inputs in a batch.")] = 32,
     max_wait: Annotated[str, typer.Option(metavar="TIME", help="How long a batch waits to be filled.")] = "2ms",
     max_waiting: Annotated[int, typer.Option(min=1, metavar="N", help="Inputs that may wait.")] = 4096,

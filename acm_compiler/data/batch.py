@@ -93,7 +93,7 @@ def _stacked(examples: Sequence[Mapping[str, Any]], name: str) -> Batch:
         return cast(Batch, default_collate(list(examples)))
     except RuntimeError as error:
         raise DataError(
-            "examples cannot be stacked to a batch",
+            "examples cannot be stacked into a batch",
             where=name,
             found=error,
             fix="make them of one shape, or give the data set a method collate(examples), which pads them",

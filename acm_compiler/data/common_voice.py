@@ -201,9 +201,8 @@ def read_vocabulary(path: Path) -> tuple[str, ...]:
         fix = "give the vocab.json that lies in the folder of the model, from its training"
         raise DataError("the vocabulary cannot be read", where=str(path), found=error, fix=fix) from error
     if not isinstance(labels, dict) or sorted(labels.values()) != list(range(len(labels))):
-        raise DataError(
-            "this is no vocabulary", where=str(path), expected="a JSON object from letters to 0, 1, 2, … as vocab.json"
-        )
+        expected = "a JSON object from letters to 0, 1, 2, … as vocab.json"
+        raise DataError("this is not a vocabulary", where=str(path), expected=expected)
     letters = {label: "" if _SPECIAL.fullmatch(letter) else letter for letter, label in labels.items()}
     return tuple(letters[label] for label in range(len(letters)))
 
@@ -224,7 +223,7 @@ def _read_rows(root: Path, split: str) -> list[tuple[str, str]]:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         if not {"path", "sentence"} <= set(rows.fieldnames or ()):
             raise DataError(
-                "this is no table of Common Voice",
+                "this is not a table of Common Voice",
                 where=str(table),
                 found=", ".join(rows.fieldnames or ()),
                 expected="columns path and sentence",

@@ -129,7 +129,7 @@ def _rows(config: TextRowsData) -> list[Any]:
         rows = call_function(config.rows, config.args)
     except (OSError, ValueError) as error:
         raise DataError(
-            "the function of the rows finds no data", where=config.rows, found=error, fix="check data.args"
+            "the function of the rows found no data", where=config.rows, found=error, fix="check data.args"
         ) from error
     if isinstance(rows, Mapping):
         raise DataError(

@@ -1,15 +1,12 @@
-"""Loads by place: learners run along the frames of a clip, the tokens of a text, or the patches of an image, and which
-examples of a batch show them.
+"""Loads by place, of a few examples: learners run along a clip, a text, or the patches of an image.
 
-A square image cut into a square of patches, row by row, after at most a few tokens that stand for no place (class,
-distillation, registers), is recognised by its numbers.
 Shapes: E examples, S places of one example (real ones only), B clips, R samples of the longest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +16,21 @@ from torch import Tensor, nn
 
 from acm_compiler.data import Batch
 from acm_compiler.data.batch import Facts
+from acm_compiler.evaluation.places import patch_k
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
-from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.batch_context import mask_not_in_call
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import undisturbed
-from acm_compiler.runtime.usage import PADDING, Usage, record
+from acm_compiler.runtime.usage import Usage, record
 from acm_compiler.sources.inputs import call_model
 from acm_compiler.tasks import Task
 
-CLIPS, TEXTS = 4, 6
+# so many are shown at most
+CLIPS, TEXTS, EXAMPLES, BUDGETS = 4, 6, 6, 4
+_STEPS = 20  # the ends of the colour scale are whole twentieths
+_NO_PLACES = "the data holds no images, or the model's tokens have no known place in them"
 Pieces = Callable[[Sequence[int]], Sequence[str]]
 
 
@@ -122,74 +122,6 @@ def _real(load_S: Tensor) -> Tensor:
     return load_S[~torch.isnan(load_S)]
 
 
-def ordered_tokens(k: Mapping[str, Tensor], plan: Plan) -> Iterator[tuple[str, Tensor]]:
-    """Each such site's name and k by call, [B, calls, tokens]; k: as `acm.record` gives it, [B, calls * tokens]."""
-    for name, k_BS in k.items():
-        site = plan.site(name)
-        # windows and beams come in an order of their own
-        if site.layout is not None and site.layout.folds == 1 and k_BS.shape[1] % site.calls == 0:
-            yield name, k_BS.unflatten(1, (site.calls, -1))
-
-
-_MOST_EXTRA = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """`side` x `side` patches, after `extra` tokens without a place."""
-
-    extra: int
-    side: int
-
-
-def grid_of(tokens: int, height: int, width: int) -> Grid | None:
-    """Grid of `tokens` tokens in an image; None where it is not known."""
-    side = math.isqrt(tokens)
-    extra = tokens - side * side
-    if side < 2 or height != width or height % side or extra > _MOST_EXTRA:
-        return None
-    return Grid(extra=extra, side=side)
-
-
-def patch_k(k: dict[str, Tensor], plan: Plan, height: int, width: int) -> dict[str, Tensor]:
-    """k of the patches of those sites whose tokens lie in the image: float [B, side, side] by site name.
-
-    k: as `acm.record` gives it, [B, calls * tokens]; repeated calls are averaged.
-    """
-    found = {}
-    for name, k_BCT in ordered_tokens(k, plan):
-        grid = grid_of(k_BCT.shape[2], height, width)
-        if grid is not None:
-            k_BT = k_BCT.float().mean(1)
-            found[name] = k_BT[:, grid.extra :].unflatten(1, (grid.side, grid.side))
-    return found
-
-
-def patch_foreground(mask_BHW: Tensor, side: int) -> Tensor:
-    """bool [B, side, side]: the patches that hold any foreground pixel."""
-    patch = mask_BHW.shape[-1] // side
-    return F.max_pool2d(mask_BHW[:, None].float(), patch, stride=patch)[:, 0] > 0
-
-
-def frame_k(k: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
-    """k of the frames of those sites whose tokens follow each other in time: float [B, S] by site name, nan at padding.
-
-    k: as `acm.record` gives it, [B, calls * tokens]; repeated calls are averaged.
-    """
-    return {
-        name: torch.where(k_BCS == PADDING, torch.nan, k_BCS.float()).mean(1) for name, k_BCS in ordered_tokens(k, plan)
-    }
-
-
-def frame_foreground(mask_BR: Tensor, frames: int) -> Tensor:
-    """bool [B, S]: the frames at least half of whose stretch of the clip is foreground."""
-    return F.adaptive_avg_pool1d(mask_BR[:, None].float(), frames)[:, 0] >= 0.5
-
-
-EXAMPLES, BUDGETS = 6, 4
-_STEPS = 20  # the ends of the scale are whole twentieths
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadMaps:
     """Images [E, H, W, C] in [0, 1] and, for each budget, mean k / N over the sites at every patch [E, S, S].
@@ -266,9 +198,6 @@ def _for_eyes(image: Tensor) -> Tensor:
     low, high = image.amin((1, 2, 3), keepdim=True), image.amax((1, 2, 3), keepdim=True)
     scaled = ((image - low) / (high - low).clamp_min(1e-6)).movedim(1, -1)
     return scaled if scaled.shape[-1] == 3 else scaled.mean(-1, keepdim=True).expand(-1, -1, -1, 3)
-
-
-_NO_PLACES = "the data holds no images, or the model's tokens have no known place in them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

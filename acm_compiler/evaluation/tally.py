@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acm_compiler.evaluation.loads import frame_foreground, frame_k, patch_foreground, patch_k
+from acm_compiler.evaluation.places import frame_foreground, frame_k, patch_foreground, patch_k
 from acm_compiler.evaluation.results import ForegroundUse, Places, SiteUse
 from acm_compiler.evaluation.statistics import Sample, Spent, resampled_means
 from acm_compiler.planning.cost import learner_macs, macs_per_learner

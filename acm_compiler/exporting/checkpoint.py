@@ -212,7 +212,7 @@ def _filled(model: Any, config: Any, given: dict[str, Tensor]) -> nn.Module:
             size = list(given[name].shape) if name in given else "nothing"
             raise _refused(name, f"{size} for a parameter of {list(tensor.shape)}")
     if lost := [name for name in given if name.endswith(".bias") and name not in expected]:
-        raise _refused(lost[0], "a bias, which the class has not", fix=f"plan sites='mlp' alone; {_INSTEAD}")
+        raise _refused(lost[0], "a bias, which the class does not have", fix=f"plan sites='mlp' alone; {_INSTEAD}")
     built.load_state_dict({name: given[name] for name in expected})
     built.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     return built.eval()

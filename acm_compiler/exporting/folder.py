@@ -28,7 +28,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     """The folder that `path` is. UsageError unless it is new, empty, or holds an earlier export alone."""
     folder = folder_at(path)
     own = set() if folder.is_file() else _listed(folder)
-    refuse_others(folder, own.__contains__, "the folder holds files that are of no export", UsageError)
+    refuse_others(folder, own.__contains__, "the folder holds files that no export wrote", UsageError)
     return folder
 
 
@@ -100,5 +100,5 @@ def _listed(folder: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "choose an empty or new folder"
-        raise StorageError("this is no description of an export", where=str(folder / DESCRIPTION), fix=fix) from error
+        where, fix = str(folder / DESCRIPTION), "choose an empty or new folder"
+        raise StorageError("this is not a description of an export", where=where, fix=fix) from error

@@ -154,7 +154,7 @@ def _matches(site: Site, match: str) -> bool:
 def matches_name(pattern: str, name: str) -> bool:
     """True if a name matches a pattern: a glob, the name itself or of what holds it, or "re:" and an expression.
 
-    SelectionError for what follows "re:" and is no regular expression.
+    SelectionError for what follows "re:" and is not a regular expression.
     """
     if pattern.startswith("re:"):
         return _regex(pattern).search(name) is not None
@@ -166,7 +166,7 @@ def _regex(match: str) -> re.Pattern[str]:
         return re.compile(match.removeprefix("re:"))
     except re.error as error:
         fix = "a name, or a glob, is written without re:"
-        raise SelectionError(f"{match!r} is no regular expression", found=str(error), fix=fix) from None
+        raise SelectionError(f"{match!r} is not a regular expression", found=str(error), fix=fix) from None
 
 
 def _kinds(found: Iterable[Site]) -> str:

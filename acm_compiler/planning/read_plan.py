@@ -45,7 +45,7 @@ def read_plan(text: str) -> dict[str, Any]:
         document = parse_json(text)
         found = document["schema"]
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageError("this is no plan", found=repr(error), expected="JSON written by Plan.to_json") from None
+        raise StorageError("this is not a plan", found=repr(error), expected="JSON written by Plan.to_json") from None
     if found != SCHEMA or isinstance(found, bool):
         raise StorageError("a plan of another schema", found=found, expected=SCHEMA, fix=_FIX)
     read = checked_json(_Document, json.dumps(_without_derived(document)), what=_WHAT, fix=_FIX)

@@ -225,7 +225,7 @@ class _Walk:
         if len(self._open) > _DEEPEST:
             return self._fault(node, f"nested more than {_DEEPEST} deep, by aliases")
         if self._count > _MOST_VALUES:
-            raise RecipeError([f"{self.source}: more than {_MOST_VALUES} values; this is no recipe"])
+            raise RecipeError([f"{self.source}: more than {_MOST_VALUES} values; this is not a recipe"])
         if isinstance(node, ScalarNode):
             return self._scalar(node)
         if node.tag not in _CONTAINERS:
@@ -262,7 +262,7 @@ class _Walk:
                 continue
             if key in data:
                 if not is_merged:
-                    self._fault(key_node, f"key {key!r} stands twice in one mapping")
+                    self._fault(key_node, f"key {key!r} appears twice in one mapping")
                 continue
             self.keys[(*path, key)] = _place(self.source, key_node)
             data[key] = self.construct(value_node, (*path, key))

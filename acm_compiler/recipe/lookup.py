@@ -67,7 +67,7 @@ def _check_magic(path: Path) -> None:
         start = file.read(len(_MAGIC))
     if start != _MAGIC:
         raise ModelSourceError(
-            "this is no GGUF file",
+            "this is not a GGUF file",
             where=str(path),
             found="an empty file" if not start else f"a file that begins with {start!r}",
             expected=repr(_MAGIC),

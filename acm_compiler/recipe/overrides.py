@@ -50,7 +50,7 @@ def _parse_path(text: str) -> KeyPath:
         path.append(match[1] if match[1] is not None else int(match[2]))
         end = match.end()
     if end != len(text) or not path or isinstance(path[0], int):
-        raise _Unreachable(f"{text!r} is no path of keys, such as schedule[0].lr")
+        raise _Unreachable(f"{text!r} is not a path of keys, such as schedule[0].lr")
     return tuple(path)
 
 

@@ -33,8 +33,8 @@ class RunOptions:
 
     resume: continue from the state in `directory`; a finished result of the same recipe stays as it is. force: replace
     what an earlier run left there. Both: continue an unfinished run, replace a finished one. until: the phase after
-    which to stop. strict_budget: a budget missed by more than .01 is an error at the end. resume_command: what an
-    interrupted user is told to type.
+    which to stop. strict_budget: a budget missed by more than .01 is an error at the end. judge: evaluate the finished
+    model. resume_command: what an interrupted user is told to type.
     """
 
     directory: Path

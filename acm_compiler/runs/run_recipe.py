@@ -213,8 +213,7 @@ class RecipeRun(OpenedRecipe):
         """Find the knob of every budget, from a lowest k on, on plain training examples, and set the recipe's own."""
         examples = list(self._training_examples(_MEASURED_EXAMPLES))
         with Progress("budgets", say=self.say, shown=self.machine.is_main) as work:
-            table = measure_budgets(model, examples, budgets=self.recipe.budgets.report, k_lo=k_lo, progress=work)
-            work.finish(f"from {table.points[0].share:.3f} on measured on {table.examples} examples")
+            measure_budgets(model, examples, budgets=self.recipe.budgets.report, k_lo=k_lo, progress=work)
         set_budget(model, None)
 
     def quantize(self, model: nn.Module) -> None:

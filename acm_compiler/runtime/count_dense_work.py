@@ -39,36 +39,18 @@ def kept_work_watched(
     again in the backward pass is left out, like a model's TorchScript modules' own work. Whatever the user compiled
     runs as the eager code that it was, in every thread.
     """
-    here = _Here(side)
-
-    def enter(module: nn.Module, args: Any) -> None:
-        if isinstance(module, ACM):
-            here.inside_acms += 1
-        elif here.depth or not recomputing():
-            if not here.depth:
-                here.open()
-            here.depth += 1
-
-    def leave(module: nn.Module, args: Any, result: Any) -> None:
-        if isinstance(module, ACM):
-            here.inside_acms -= 1
-        elif here.depth:
-            here.depth -= 1
-            if not here.depth:
-                done(here.close())
-
+    here = _Here(side, done)
     handles = []
     try:
         for module in outside_acms(model):
-            handles.append(module.register_forward_pre_hook(only(when, enter), prepend=True))
-            handles.append(module.register_forward_hook(only(when, leave), always_call=True))
+            handles.append(module.register_forward_pre_hook(only(when, here.enter), prepend=True))
+            handles.append(module.register_forward_hook(only(when, here.leave), always_call=True))
         with EAGER.held():
             yield
     finally:
         for handle in handles:
             handle.remove()
-        if here.opened is not None:  # torch calls no hooks after Ctrl-C
-            done(here.close())
+        here.close()  # torch calls no hooks after Ctrl-C
 
 
 def real_work(works: Sequence[Work], lengths: Mapping[int, Tensor | None], *, batch: int) -> Tensor:
@@ -103,20 +85,34 @@ class _Here(threading.local):
     inside_acms = 0
     opened: _Counting | None = None
 
-    def __init__(self, side: Callable[[], Hashable]) -> None:
-        self.side = side
+    def __init__(self, side: Callable[[], Hashable], done: Callable[[dict[Any, list[Work]]], None]) -> None:
+        self.side, self.done = side, done
 
-    def open(self) -> None:
-        """Count from now on."""
-        EAGER.force()
-        self.opened = _Counting(self).__enter__()
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """A part is called: count from the outermost one on."""
+        if isinstance(module, ACM):
+            self.inside_acms += 1
+        elif self.depth or not recomputing():
+            if not self.depth:
+                EAGER.force()
+                self.opened = _Counting(self).__enter__()
+            self.depth += 1
 
-    def close(self) -> dict[Any, list[Work]]:
-        """Stop counting; the works counted since `open`."""
-        assert self.opened is not None
-        counting, self.opened = self.opened, None
-        counting.__exit__(None, None, None)
-        return counting.works()
+    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        """A part has run."""
+        if isinstance(module, ACM):
+            self.inside_acms -= 1
+        elif self.depth:
+            self.depth -= 1
+            if not self.depth:
+                self.close()
+
+    def close(self) -> None:
+        """Stop counting, if anything counts, and hand over the works."""
+        if self.opened is not None:
+            counting, self.opened = self.opened, None
+            counting.__exit__(None, None, None)
+            self.done(counting.works())
 
 
 class _Counting(TorchFunctionMode):

@@ -85,6 +85,7 @@ def fill_table(
     if jumps:
         _LOG.info("shares that no setting reaches follow %s", ", ".join(f"{share:.3f}" for share in jumps))
     found.owner.table = table
+    progress.finish(f"budget table {table.points[0].share:.3f} to 1, measured on {table.examples} examples")
     return table
 
 

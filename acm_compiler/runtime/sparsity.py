@@ -42,7 +42,7 @@ def measure_sparsity(model: nn.Module, batches: Iterable[Inputs], *, tokens: int
     Raises UsageError where no site is an MLP of floats with one second layer, and for a batch that the model does not
     take, DataError without real tokens, SitesNotFitted, CompiledModelError.
     """
-    refuse_compiled(model, "measured", fix="give the eager model, which torch.compile was given")
+    refuse_compiled(model, "measured")
     found = wholly_rewritten(model, "acm.measure_sparsity")
     refuse_quantized(found.acms, "acm.measure_sparsity")
     refuse_unfitted(found, "acm.measure_sparsity")

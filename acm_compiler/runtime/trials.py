@@ -36,12 +36,15 @@ from acm_compiler.runtime.batch_context import batch as batch_context
 from acm_compiler.runtime.usage import PADDING, Usage, recorded
 from acm_compiler.sources.inputs import Example, ForwardEnded, call_model
 
+_LOG = logging.getLogger(__name__)
 STRONGEST_KNOB = 2.0**12
 _LEVELS = 1025
 # the batches that are measured first are every third one, and at least so many, with so many tokens
 _STRIDE, _FEWEST, _TOKENS = 3, 4, 1365
 # enough are measured once the standard error of the share of all is no larger, or half of that of other data
 _SURE = 0.0015
+# digits of a share that are no rounding; tokens of each site, in whole examples, whose scores say where to look next
+_DIGITS, _SCORED = 12, 4096
 
 
 @torch.no_grad()
@@ -182,11 +185,6 @@ class Whole:
         spread = np.average((errors - np.average(errors, weights=weights)) ** 2, weights=weights)
         unseen = 1 - len(seen) / len(expected)
         return math.sqrt(spread / (len(seen) - 1) * unseen) <= max(_SURE, error / 2)
-
-
-_LOG = logging.getLogger(__name__)
-# digits of a share that are no rounding; tokens of each site, in whole examples, whose scores say where to look next
-_DIGITS, _SCORED = 12, 4096
 
 
 class Trials:

@@ -247,7 +247,8 @@ def _faults(error: Any) -> str:
     for fault in error.errors():
         place = ".".join(str(part) for part in fault["loc"][1:])
         if fault["type"] == _NO_JSON:
-            faults.append(f"the body is no JSON: {fault['ctx']['error']} at character {place}")
+            problem = fault["ctx"]["error"].removesuffix(" starting at")
+            faults.append(f"the body is not JSON, at character {place}: {problem}")
         elif fault["type"] == _NOT_READ and isinstance(fault["input"], bytes):
             faults.append("the body was not read: send JSON, with the header content-type: application/json")
         else:

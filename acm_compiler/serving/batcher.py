@@ -124,7 +124,7 @@ class Batcher:
                 raise Refused("the server is stopping and takes no new requests: send this one to another")
             if len(self._queue) + len(jobs) > self._limits.waiting:
                 raise Refused(
-                    f"{len(self._queue)} inputs wait already, and at most {self._limits.waiting} may: try again"
+                    f"{len(self._queue)} inputs are waiting already, and at most {self._limits.waiting} may: try again"
                 )
             self._queue.extend(jobs)
             self._arrived += sum(job.cells for job in jobs)

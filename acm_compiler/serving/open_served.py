@@ -98,7 +98,7 @@ def _reader(
     named = data.tokenizer if isinstance(data, (TextData, TextRowsData)) else None
     if not tokenizer.is_file() and named is None:
         raise UsageError(
-            "nothing reads requests for this model",
+            "requests to this model cannot be read",
             where=str(directory),
             found=f"an example of {plan.model.inputs}, and no {_TOKENIZER}",
             expected="images, audio as wav2vec2 and its like take it, or texts and their tokenizer",
@@ -173,8 +173,9 @@ def budget_range(
     if most_loss is not None:
         least = _least_budget(evaluation, most_loss)
         if least > high:
+            expected = f"budget {least:.3g}"
             raise UsageError(
-                "no budget allowed keeps the loss", where="--max-loss", found=most_loss, expected=f"budget {least:.3g}"
+                "no allowed budget keeps the loss that low", where="--max-loss", found=most_loss, expected=expected
             )
         if least > low:
             low, why = least, f"the lowest measured budget that loses at most {most_loss:g}"

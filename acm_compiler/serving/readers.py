@@ -96,7 +96,7 @@ class Texts(Reader):
         try:
             every = self._texts.tokenizer.encode_batch(texts)
         except (TypeError, UnicodeError):
-            raise self.refused("characters that are no text (half of a pair of UTF-16)") from None
+            raise self.refused("characters that are not text (half of a pair of UTF-16)") from None
         for number, encoding in enumerate(every):
             if encoding.overflowing:
                 raise self._too_long(number, f"more than {self._longest} tokens")

@@ -62,7 +62,7 @@ class Bounds:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The socket to listen at. UsageError where it is taken or no address of this machine."""
+    """The socket to listen on. UsageError where it is taken or no address of this machine."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -125,7 +125,7 @@ def serve(served: Served, controller: Controller, options: ServerOptions, at: so
             _Server(config, batcher.refuse).run(sockets=[at])
     finally:
         sys.setswitchinterval(turn)
-    say("stopped: all that was taken is answered")
+    say("stopped: every accepted request is answered")
 
 
 def drop_wrong_names(served: Served, budget: float, say: Say) -> None:

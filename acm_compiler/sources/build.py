@@ -173,7 +173,7 @@ def parse_reference(text: str, **settings: Any) -> ModelConfig:
     hint = did_you_mean(source, SOURCES) if colon and source not in SOURCES else ""
     is_function = not hint and re.fullmatch(FUNCTION, text)
     fix = f"did you mean python:{text}?" if is_function else None
-    raise ModelSourceError(f"{text!r} is no model reference and no directory{hint}", expected=FORMS, fix=fix)
+    raise ModelSourceError(f"{text!r} is neither a model reference nor a directory{hint}", expected=FORMS, fix=fix)
 
 
 def _directory(text: str, folder: Path) -> ModelConfig:

@@ -94,7 +94,7 @@ def refuse_reserved(config: ModelConfig) -> None:
     """ModelSourceError when `args` would load weights behind the recipe's back."""
     for key in _RESERVED:
         if key in config.args:
-            raise ModelSourceError(f"{key!r} does not belong into args", fix="say it by the key weights")
+            raise ModelSourceError(f"{key!r} does not belong in args", fix="use the key weights instead")
 
 
 def expect_module(value: Any, where: str) -> nn.Module:

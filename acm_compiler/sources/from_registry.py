@@ -164,7 +164,7 @@ def check_timm(config: ModelConfig) -> None:
         _check_tag(architecture, tag)
     if config.weights not in (None, "default") and not is_file(config.weights):
         raise ModelSourceError(
-            f"timm knows no weights {config.weights!r}",
+            f"timm has no weights {config.weights!r}",
             expected="default, a file, or null; a pretrained tag belongs to the name",
             fix=f"write name: {architecture}.{config.weights}",
         )

@@ -118,7 +118,7 @@ def parse_input(text: str) -> InputSpec:
     match = _SPEC.fullmatch(text)
     sizes = tuple(int(size) for size in match[1].split("x")) if match else ()
     if match is None or 0 in sizes:
-        raise UsageError(f"{text!r} is no shape", expected="sizes such as 1x3x224x224, or 1x128:int for token ids")
+        raise UsageError(f"{text!r} is not a shape", expected="sizes such as 1x3x224x224, or 1x128:int for token ids")
     return InputSpec(shape=sizes, whole_numbers=None if match[2] is None else match[2] == "int")
 
 

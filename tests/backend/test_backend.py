@@ -167,7 +167,7 @@ def test_the_option_of_freezing_that_freezes_nothing_is_said_to_do_so(caplog):
     model, x = stack_of(planned_site("a")), torch.randn(2, 5, 8)
     with torch.no_grad(), caplog.at_level("WARNING", logger="acm_compiler.backend"):
         torch.compile(model, backend="acm", options={"freezing": True})(x)
-    assert "nothing was frozen: Dynamo heeds torch._inductor.config.freezing" in caplog.text
+    assert "nothing was frozen: for Dynamo options= comes too late; set torch._inductor.config.freezing" in caplog.text
 
 
 def test_explain_says_what_runs_each_site():

@@ -14,7 +14,7 @@ import acm_compiler.calibration.calibrate as process
 import acm_compiler.runtime.measure_budgets as measure
 from acm_compiler.acm.context import observers_of
 from acm_compiler.acm.reference import prefix_output
-from acm_compiler.calibration import gates
+from acm_compiler.calibration import choose_gates
 from acm_compiler.calibration.calibrate import calibrate, calibrate_on
 from acm_compiler.calibration.damage import evened
 from acm_compiler.calibration.examples import Options, masked
@@ -242,7 +242,7 @@ def test_every_site_is_reported():
         "learners",
         "lowest",
         "fewest",
-        "budgets",
+        "budget",
     ]
     for name in sites(make_tiny()):
         assert any(re.match(rf"calibrate: site \d of 3, {re.escape(name)}", line) for line in said)
@@ -446,7 +446,7 @@ def test_where_a_plan_holds_for_one_example_batches_of_several_are_refused():
 
 
 def test_budgets_that_will_be_asked_for_stay_reachable(monkeypatch):
-    monkeypatch.setattr(gates, "_WORTH", -100.0)
+    monkeypatch.setattr(choose_gates, "_WORTH", -100.0)
     model = make_tiny()
     calibrate_on(model, masked(DATA), options=quick())
     with pytest.raises(BudgetUnreachable):
@@ -459,10 +459,10 @@ def test_budgets_that_will_be_asked_for_stay_reachable(monkeypatch):
 
 def test_gates_are_compared_on_no_more_examples_than_tell(monkeypatch):
     def tried(enough):
-        batches, whole = [], gates._try
+        batches, whole = [], choose_gates._try
         with monkeypatch.context() as patch:
-            patch.setattr(gates, "_COMPARED", enough)
-            patch.setattr(gates, "_try", lambda *args: batches.append(args[1]) or whole(*args))
+            patch.setattr(choose_gates, "_COMPARED", enough)
+            patch.setattr(choose_gates, "_try", lambda *args: batches.append(args[1]) or whole(*args))
             calibrate_on(make_tiny(), masked(DATA), options=quick(tokens=600))
         return len(batches)
 
@@ -655,6 +655,7 @@ def test_the_kind_of_gates_that_changes_outputs_less_is_installed(monkeypatch, b
         assert site.gates[better].gate.outer.weight.any()
     told = ("as gradients do", "nearly alike")[better]
     assert any(f"gates weigh tokens {told}" in line for line in said)
+    assert sum("budget table 0." in line for line in said) == 1
 
 
 def test_evened_weights_of_tokens_keep_their_mean_and_order():

@@ -126,7 +126,7 @@ def test_a_reservoir_keeps_every_token_with_the_same_chance_and_its_own_weight()
         reservoir = Reservoir(20, seed)
         for block in torch.arange(200.0)[:, None].split([5, 60, 100, 35]):
             reservoir.offer(block).weigh(block[:, 0] * 2)
-            reservoir.settle()
+            reservoir.flush()
         assert torch.equal(reservoir.weights, 2 * reservoir.vectors[:, 0])
         assert len(reservoir.vectors.unique()) == 20
         kept[reservoir.vectors[:, 0].long()] += 1
@@ -140,7 +140,7 @@ def test_a_small_stream_is_kept_whole_and_unweighted_tokens_weigh_nothing():
     first, second = torch.randn(7, 3), torch.randn(4, 3)
     reservoir.offer(first).weigh(torch.ones(7))
     reservoir.offer(second)
-    reservoir.settle()
+    reservoir.flush()
     assert torch.equal(reservoir.vectors, torch.cat([first, second]))
     assert reservoir.weights.tolist() == [1.0] * 7 + [0.0] * 4
 
@@ -210,7 +210,7 @@ def test_no_gradient_of_a_weight_is_computed():
 
     def seen(number):
         found = rewritten(model)
-        return observe(found, [(x, None)], {}, answer=default_answer, seed=0, backward_passes=number)
+        return observe(found, [(x, None)], {}, Options(backward_passes=number))
 
     # from the output to the second MLP's input, and so to the output of the first
     assert flops(lambda: seen(2)) - flops(lambda: seen(1)) == flops(lambda: dense[1](x))
@@ -547,7 +547,7 @@ def test_a_mask_given_explicitly_must_fit():
     model = make_tiny()
     (example,) = texts(1)
     with pytest.raises(LayoutUnknown, match=r"blocks\.0\.proj"):
-        observe(rewritten(model), [(example, torch.ones(4, 9))], records_of(model), answer=default_answer, seed=0)
+        observe(rewritten(model), [(example, torch.ones(4, 9))], records_of(model), Options())
 
 
 def test_observing_leaves_no_trace():
@@ -775,7 +775,7 @@ def test_tokens_that_lie_along_the_batch_are_told_apart_at_other_lengths_than_pl
     for batches in ([batch], singles):
         records = records_of(model)
         examples = [(inputs, None) for inputs in batches]
-        assert observe(rewritten(model), examples, records, answer=default_answer, seed=0).examples == 3
+        assert observe(rewritten(model), examples, records, Options(backward_passes=1)).examples == 3
         seen.append(records["inner"])
     assert seen[0].tokens == seen[1].tokens == 13
     torch.testing.assert_close(seen[0].moments.covariance, seen[1].moments.covariance, rtol=1e-5, atol=1e-5)

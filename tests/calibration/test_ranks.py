@@ -47,4 +47,4 @@ def test_four_processes_end_as_one(alone, tmp_path):
 
 def test_batches_that_differ_are_refused(two):
     for found in two:
-        assert "calibrate on the same batches" in found["refused"]
+        assert "must read the same batches" in found["refused"]

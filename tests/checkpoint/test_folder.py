@@ -77,7 +77,7 @@ def test_a_save_that_cannot_be_read_has_no_identifier(text, tmp_path):
 
 @pytest.mark.parametrize("name", ["model.json", "model-00001-of-00002.safetensors", "..", "a/b", ""])
 def test_names_that_are_taken_or_lead_elsewhere_are_refused(name):
-    with pytest.raises(UsageError, match="no name for an extra file"):
+    with pytest.raises(UsageError, match="an extra file of a saved model cannot have this name"):
         checked_extra({name: "text"})
 
 

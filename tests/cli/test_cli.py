@@ -367,7 +367,7 @@ def test_copy_never_replaces_a_file_unasked(tmp_path):
     (tmp_path / "digits_vit_paper.yaml").write_text("mine")
     refused = run("recipes", "copy", "digits_vit_paper", str(tmp_path))
     assert refused.exit_code == 2
-    assert "there is a file already" in refused.stderr
+    assert "the file exists already" in refused.stderr
     assert (tmp_path / "digits_vit_paper.yaml").read_text() == "mine"
     assert run("recipes", "copy", "digits_vit_paper", str(tmp_path), "--force").exit_code == 0
     assert run("recipes", "copy", "digits_vit_paper", str(tmp_path / "no" / "such" / "x.yaml")).exit_code == 1

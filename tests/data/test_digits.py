@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from acm_compiler.data.digits import as_input, canvases, digit_bank
 from acm_compiler.data.draws import derive, normal, seeded, uniform, words
 from acm_compiler.errors import DataError, StorageError
-from acm_compiler.evaluation.loads import patch_foreground
+from acm_compiler.evaluation.places import patch_foreground
 from acm_compiler.shipped import DIGITS_VIT
 from scripts.train_shipped import digits as train_digits_model
 

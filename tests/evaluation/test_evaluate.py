@@ -10,7 +10,7 @@ import acm_compiler as acm
 from acm_compiler.errors import BudgetUnreachable, DataError, NoBudgetTable, StorageError, UsageError
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.evaluate import evaluate, every_k
-from acm_compiler.evaluation.loads import Grid, grid_of
+from acm_compiler.evaluation.places import Grid, grid_of
 from acm_compiler.evaluation.results import Evaluation, MetricResult, load_evaluation, save_evaluation
 from acm_compiler.evaluation.statistics import Sample, Spent, against_fixed, resampled_means
 from acm_compiler.evaluation.tally import ForegroundTally

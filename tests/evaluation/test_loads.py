@@ -10,15 +10,8 @@ from torch import nn
 import acm_compiler as acm
 from acm_compiler.errors import NothingRecorded
 from acm_compiler.evaluation.evaluate import evaluate
-from acm_compiler.evaluation.loads import (
-    Clip,
-    ClipLoads,
-    Loads,
-    Text,
-    find_clip_loads,
-    find_text_loads,
-    frame_foreground,
-)
+from acm_compiler.evaluation.loads import Clip, ClipLoads, Loads, Text, find_clip_loads, find_text_loads
+from acm_compiler.evaluation.places import frame_foreground
 from acm_compiler.evaluation.wording import budget_names, evaluation_table
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, conversion
 from acm_compiler.reporting.charts import clip_chart, envelope, stretches

@@ -152,11 +152,11 @@ def test_what_no_package_can_hold_is_refused(block, tmp_path):
         refused(model, out, x, r"(?s)no package can hold this ACM.*counters of acm.meter.*meter\.stop")
     refused(model, out, x, "a fixed k is for the formats onnx and checkpoint", fixed_k=2)
     doubled = learned(Block().eval().double(), x.double())
-    refused(doubled, out, x.double(), "(?s)knows float32 and bfloat16, not float64.*format pt2")
+    refused(doubled, out, x.double(), "(?s)supports float32 and bfloat16, not float64.*format pt2")
     odd = nn.Sequential(nn.Linear(12, 40), nn.Softsign(), nn.Linear(40, 12))
     odd_block = Block().eval()
     odd_block.mlp = odd
-    refused(learned(odd_block, x), out, x, "activation .* is none of the native CPU kernel's")
+    refused(learned(odd_block, x), out, x, "activation .* is not supported by the native CPU kernel")
 
 
 @torch.no_grad()

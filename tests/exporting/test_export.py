@@ -208,12 +208,12 @@ def test_an_earlier_export_is_replaced_and_files_of_others_are_not(vision, tmp_p
     acm.export(model, tmp_path / "out", x)
     acm.export(model, tmp_path / "out", x)
     (tmp_path / "out/notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"files that are of no export.*notes\.txt"):
+    with pytest.raises(UsageError, match=r"files that no export wrote.*notes\.txt"):
         acm.export(model, tmp_path / "out", x)
     with pytest.raises(UsageError, match="a file, not a folder"):
         acm.export(model, tmp_path / "out/notes.txt", x)
     (tmp_path / "out/export.json").write_text("{}")
-    with pytest.raises(StorageError, match="no description of an export"):
+    with pytest.raises(StorageError, match="not a description of an export"):
         acm.export(model, tmp_path / "out", x)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.calibration.answer import Answer, default_answer
-from acm_compiler.calibration.examples import masked
+from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.calibration.observe import observe
 from acm_compiler.calibration.records import SiteRecord
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
@@ -114,17 +114,17 @@ def observed(
     seed: int = 0,
     sample: int = 1000,
     backward_passes: int = 1,
-    **options,
+    fast: bool = False,
+    **rest,
 ):
     """Records of every site of `model`, as its dense self, on `batches`, and the totals of the pass."""
     found = rewritten(model)
     dense = read_dense(found)
     records = {site.name: SiteRecord(site, dense[site.name], sample=sample, seed=3) for site in found.plan.sites}
     with undisturbed(rewritten(model)):
-        seen = observe(
-            found, masked(batches), records, answer=answer, seed=seed, backward_passes=backward_passes, **options
-        )
-        return records, seen
+        precision = "bf16" if fast else "fp32"
+        options = Options(answer=answer, seed=seed, backward_passes=backward_passes, precision=precision)
+        return records, observe(found, masked(batches), records, options, **rest)
 
 
 def texts(batches: int = 8, batch: int = 4, tokens: int = 6, seed: int = 1) -> list[dict[str, Tensor]]:

@@ -158,7 +158,7 @@ def test_a_missing_key_is_refused(document, path):
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"schema": 1, "sites": ' + "[" * 100_000, None, 7], ids=range(4))
 def test_what_nests_too_deeply_or_is_no_text_is_refused(text):
-    with pytest.raises(StorageError, match="this is no plan"):
+    with pytest.raises(StorageError, match="this is not a plan"):
         Plan.from_json(text)
 
 

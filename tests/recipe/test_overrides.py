@@ -46,8 +46,8 @@ def test_a_phase_keeps_one_length():
     ("text", "problem"),
     [
         ("name", "expected key.path=value, such as schedule[0].lr=1e-4"),
-        ("a..b=1", "'a..b' is no path of keys, such as schedule[0].lr"),
-        ("[0].lr=1", "'[0].lr' is no path of keys, such as schedule[0].lr"),
+        ("a..b=1", "'a..b' is not a path of keys, such as schedule[0].lr"),
+        ("[0].lr=1", "'[0].lr' is not a path of keys, such as schedule[0].lr"),
         ("schedule[2].lr=1", "schedule has 2 entries, the last is [1]"),
         ("name.first=1", "name is 'x', which has no key 'first'"),
         ("model[0]=1", "which has no entry [0]"),

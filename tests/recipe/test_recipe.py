@@ -124,7 +124,7 @@ def test_an_unknown_key_is_named_as_documented(recipe_file):
     [
         ("", "r.yaml:1:1: the recipe is empty: it must begin with `acm: 1` and have a `model:`"),
         ("- 1\n", "r.yaml:1:1: expected a mapping of keys such as `name:` and `model:`"),
-        ("name: a\nname: b\n", "r.yaml:2:1: key 'name' stands twice in one mapping"),
+        ("name: a\nname: b\n", "r.yaml:2:1: key 'name' appears twice in one mapping"),
         ("a: [1\n", "r.yaml:2:1: not valid YAML: while parsing a flow sequence, expected ',' or ']'"),
         ("a: b: c\n", "r.yaml:1:5: not valid YAML: mapping values are not allowed here"),
         ("a: *x\n", "r.yaml:1:4: not valid YAML: found undefined alias 'x'"),
@@ -164,7 +164,7 @@ def test_more_values_than_any_recipe_has_are_refused(recipe_file):
     bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
     for before, after in zip("abcde", "bcdef", strict=True):
         bomb += f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n"
-    assert "this is no recipe" in problems_of(recipe_file(bomb))[0]
+    assert "this is not a recipe" in problems_of(recipe_file(bomb))[0]
 
 
 def test_a_newer_format_is_refused_as_such(recipe_file):
@@ -475,8 +475,8 @@ def test_set_gives_a_phase_another_length_instead_of_a_second_one(recipe_file):
         ("name.first=x", "name is 'trained', which has no key 'first'"),
         ("model[0]=x", "model is a mapping, which has no entry [0]"),
         ("budgets.train", "expected key.path=value, such as schedule[0].lr=1e-4"),
-        ("a..b=1", "'a..b' is no path of keys"),
-        ("[0]=1", "'[0]' is no path of keys"),
+        ("a..b=1", "'a..b' is not a path of keys"),
+        ("[0]=1", "'[0]' is not a path of keys"),
         ("run.seed=[", "not valid YAML: while parsing a flow node"),
         ("run.seed=!x 1", "unknown tag '!x'"),
     ],

@@ -11,7 +11,7 @@ from acm_compiler import batch, plan, record, rewrite, set_budget
 from acm_compiler.acm import precision as float64
 from acm_compiler.acm.context import batch_of
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
-from acm_compiler.calibration import gates
+from acm_compiler.calibration import choose_gates
 from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.errors import UsageError
@@ -37,14 +37,14 @@ def test_knobs_are_guessed_where_the_scores_are(rule, monkeypatch):
         chosen.append(choose_k(u_TC, *bounds))
         return torch.full(chosen[-1].shape, 2)  # what was chosen has no value on meta
 
-    monkeypatch.setattr(gates, "choose_k", choose)
+    monkeypatch.setattr(choose_gates, "choose_k", choose)
     for acm in sites(model).values():
         acm.gate.rule = rule
     scored = {
-        name: gates.ScoredGate(gate=acm.gate, scores=torch.empty(7, acm.count - acm.k_min + 1, device="meta"))
+        name: choose_gates.ScoredGate(gate=acm.gate, scores=torch.empty(7, acm.count - acm.k_min + 1, device="meta"))
         for name, acm in sites(model).items()
     }
-    assert gates._share_of(rewritten(model), scored, 0.3, 1) == pytest.approx(0.5)
+    assert choose_gates._share_of(rewritten(model), scored, 0.3, 1) == pytest.approx(0.5)
     assert [(k_T.device.type, k_T.shape) for k_T in chosen] == [("meta", (7,))] * 2
 
 

@@ -114,7 +114,7 @@ def test_vectors_in_base64_are_little_endian_floats(embed):
 
 
 REFUSED = [
-    (400, {"content": b'{"input": "a'}, "no JSON"),
+    (400, {"content": b'{"input": "a'}, "not JSON, at character 10: Unterminated string"),
     (400, {"content": b"[" * 50_000}, ""),
     (422, {"json": [1, 2]}, "valid dictionary"),
     (422, {"json": {}}, "input: Field required"),
@@ -129,7 +129,7 @@ REFUSED = [
     (400, {"json": {"input": [10**30]}}, "expected 0 to 49"),
     (400, {"json": {"input": "a " * 13}}, "too long"),
     (400, {"json": {"input": [[2] * 13]}}, "found 13 tokens"),
-    (400, {"content": b'{"input": "\\ud800"}'}, "characters that are no text"),
+    (400, {"content": b'{"input": "\\ud800"}'}, "characters that are not text"),
     (413, {"json": {"input": ["a"] * 9}}, "at most 8"),
     (413, {"content": b" " * 100_001}, "too large: at most 100 kB"),
     (400, {"json": {"input": "a", "budget": 0.1}}, "0.200 to 1"),

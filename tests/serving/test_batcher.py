@@ -118,7 +118,7 @@ def test_more_than_may_wait_is_refused_whole(started):
     first = batcher.submit(examples(0))
     assert held.began.wait(SECONDS)
     batcher.submit(examples(1, 2))
-    with pytest.raises(Refused, match="2 inputs wait"):
+    with pytest.raises(Refused, match="2 inputs are waiting"):
         batcher.submit(examples(3, 4))
     assert batcher.waiting == 2
     held.go.set()

@@ -118,7 +118,7 @@ def test_a_loss_that_is_allowed_raises_the_floor(images, tmp_path):
     lowest = min(row.asked for row in evaluation.budgets)
     assert lowest > 0.19 and floor(None) == lowest  # at budgets below nobody knows what is lost
     assert floor(0.06) == 0.2 and floor(0.011) == 0.5 and floor(0.011, ".7:1") == 0.7
-    with pytest.raises(UsageError, match="no budget allowed"):
+    with pytest.raises(UsageError, match="no allowed budget"):
         floor(0.011, ".3:.4")
     with pytest.raises(UsageError, match="loses more"):
         floor(0.0)
@@ -181,7 +181,7 @@ def test_a_signal_ends_the_server_after_what_it_took(images, number):
         assert asking.is_alive()
     code, words = server.end(number)
     asking.join()
-    assert code == 0 and "all that was taken is answered" in words
+    assert code == 0 and "every accepted request is answered" in words
     assert len(answers[0]["predictions"]) == 200
 
 

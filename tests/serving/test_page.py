@@ -70,7 +70,7 @@ def test_a_server_of_the_page_answers_the_requests_of_the_page(words, tmp_path):
             if path != "/metrics":
                 assert server.ask(path, document and json.loads(document))
     code, log = server.end(signal.SIGTERM)
-    assert code == 0 and "all that was taken is answered" in log
+    assert code == 0 and "every accepted request is answered" in log
 
 
 def test_the_code_of_the_page_writes_what_each_prompt_gets_alone():

@@ -93,7 +93,7 @@ def test_requests_are_answered_meanwhile_and_the_old_table_holds_until_then(serv
 
 def test_what_cannot_be_measured_leaves_the_table(served, caplog):
     recalibration = Recalibration(served, is_busy=lambda: False, by_itself=False)
-    with pytest.raises(Refused, match=f"wants {FEWEST}"):
+    with pytest.raises(Refused, match=f"needs at least {FEWEST}"):
         recalibration.start()
     served.seen([{"image": torch.full((3, 16, 16), torch.nan)}] * FEWEST)
     table = conversion(served.model).table

@@ -164,8 +164,8 @@ def raise_as_if_missing(name):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "this is no GGUF file .*an empty file"),
-        (b"version https://git-lfs", "(?s)this is no GGUF file .*b'vers'.*git lfs pull"),
+        (b"", "this is not a GGUF file .*an empty file"),
+        (b"version https://git-lfs", "(?s)this is not a GGUF file .*b'vers'.*git lfs pull"),
         (b"GGUF", "cannot read the model in this GGUF file"),
         (b"GGUF" + bytes(400), "cannot read the model in this GGUF file"),
     ],
@@ -188,7 +188,7 @@ def test_a_file_that_was_cut_off_is_refused(folder, tmp_path):
     [
         ("small.gguf", 0, "valid"),
         ("smal.gguf", 2, "no tokenizer (did you mean 'small.gguf'?)"),
-        ("odd.gguf", 2, "this is no GGUF file"),
+        ("odd.gguf", 2, "this is not a GGUF file"),
         ("gone/small.gguf", 0, "is not here, so the tokenizer was not looked up"),
     ],
 )

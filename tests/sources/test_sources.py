@@ -133,7 +133,7 @@ def test_models_that_read_values_while_built_are_on_meta_too_and_stay_tied():
         ({"source": "torchvision", "name": "vit_b_61"}, "no model 'vit_b_61' .did you mean 'vit_b_16'"),
         ({"source": "torchvision", "name": "vit_b_16", "weights": "IMAGENET1K_V2"}, "has no weights 'IMAGENET1K_V2'"),
         ({"source": "torchvision", "name": "vit_b_16", "args": {"layers": 3}}, "cannot be built with args layers=3"),
-        ({"source": "torchvision", "name": "vit_b_16", "args": {"weights": "x"}}, "say it by the key weights"),
+        ({"source": "torchvision", "name": "vit_b_16", "args": {"weights": "x"}}, "use the key weights instead"),
         ({"source": "timm", "name": "vit_tiny_patch61_224"}, "no model 'vit_tiny_patch61_224' .did you mean 'vit_tiny"),
         (
             {"source": "timm", "name": "vit_tiny_patch16_224", "weights": "augreg"},
@@ -438,7 +438,7 @@ def test_shapes_are_read_from_the_command_line(text, shape, whole):
 
 @pytest.mark.parametrize("text", ["", "1x", "1x0", "axb", "1,3", "1x3:bool", "-1x3"])
 def test_what_is_no_shape_is_refused(text):
-    with pytest.raises(UsageError, match="is no shape"):
+    with pytest.raises(UsageError, match="is not a shape"):
         parse_input(text)
 
 

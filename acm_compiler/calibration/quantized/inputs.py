@@ -81,7 +81,7 @@ def read_inputs(
             raise DataError(
                 "this site never saw a token of the calibration data",
                 where=name,
-                fix="give batches that use this part of the model and are no padding alone",
+                fix="give batches that use this part of the model and are not padding alone",
             )
     inputs = {name: site for name, site in inputs.items() if site.seen}
     for name, site in inputs.items():

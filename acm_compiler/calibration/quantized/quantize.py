@@ -83,7 +83,7 @@ def quantize_on(
 ) -> nn.Module:
     """`quantize` with (inputs, padding mask or None) pairs."""
     if to not in get_args(To):
-        raise UsageError("learners can be quantised to two types", found=repr(to), expected="'int8' or 'int4'")
+        raise UsageError("to must be 'int8' or 'int4'", found=repr(to))
     if examples is not None and to != "int4":
         raise UsageError(
             "only 4-bit weights are rounded by data: int8 ones lose next to nothing",
@@ -94,16 +94,7 @@ def quantize_on(
     include, exclude = ((given,) if isinstance(given, str) else tuple(given) for given in (include, exclude))
     if (include or exclude) and not rest:
         raise UsageError("include and exclude are about the rest", found="rest=False", fix="rest=True, or neither")
-    refuse_compiled(model, "quantised", fix="quantise the eager model, then torch.compile it")
-    found = wholly_rewritten(model, "acm.quantize")
-    refuse_adapted(found.acms, "acm.quantize")
-    refuse_skips(found.acms, "acm.quantize")
-    refuse_in_parts(model, "acm.quantize")
-    if kinds := {kind for acm in found.acms.values() if (kind := acm.learners.quantized) is not None}:
-        raise UsageError("the learners of this model are quantised already", found=a_few_of(sorted(kinds)), fix=_ONCE)
-    refuse_unfitted(found, "quantize")
-    for name, acm in found.acms.items():
-        _refuse_site(name, acm, to)
+    found = _quantizable(model)
     able = _able(found, to)
     names = choose_rest(found, include, exclude, to) if rest else []
     made: Mapping[str, Weights] = {}
@@ -115,6 +106,21 @@ def quantize_on(
     replace_linears(found.model, names, to, made)
     found.owner.quantized, found.owner.rest, found.owner.times = to, tuple(names), None
     return model
+
+
+def _quantizable(model: nn.Module) -> Rewritten:
+    """The rewritten model, if its learners can be quantised; the errors of `quantize` about the model alone."""
+    refuse_compiled(model, "quantised", fix="quantise the eager model, then torch.compile it")
+    found = wholly_rewritten(model, "acm.quantize")
+    refuse_adapted(found.acms, "acm.quantize")
+    refuse_skips(found.acms, "acm.quantize")
+    refuse_in_parts(model, "acm.quantize")
+    if kinds := {kind for acm in found.acms.values() if (kind := acm.learners.quantized) is not None}:
+        raise UsageError("the learners of this model are quantised already", found=a_few_of(sorted(kinds)), fix=_ONCE)
+    refuse_unfitted(found, "quantize")
+    for name, acm in found.acms.items():
+        _refuse_site(name, acm)
+    return found
 
 
 def _rounded(
@@ -155,7 +161,7 @@ def _able(found: Rewritten, to: To) -> dict[str, ACM]:
     return able
 
 
-def _refuse_site(name: str, acm: ACM, to: To) -> None:
+def _refuse_site(name: str, acm: ACM) -> None:
     if acm.temperature is not None:
         raise UsageError("the gates of this model are relaxed", where=name, fix="first acm.relax(model, None)")
     shape = acm.learners.w_in.shape

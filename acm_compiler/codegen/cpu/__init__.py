@@ -91,11 +91,11 @@ def not_covered(*, act: str, dtype: torch.dtype, is_quantized: bool = False) -> 
     if is_quantized and capability not in ("AVX2", "AVX512"):
         return f"the native CPU kernel has products of bytes for AVX2 and AVX-512, not for {capability}"
     if act not in ACTIVATIONS:
-        return f"activation {act} is none of the native CPU kernel's"
+        return f"activation {act} is not supported by the native CPU kernel"
     return gate_not_covered((dtype,))
 
 
 def gate_not_covered(dtypes: Iterable[torch.dtype]) -> str | None:
     """The same for a gate: the types of its tokens and of its weights."""
     unknown = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in DTYPES]
-    return f"the native CPU kernel knows float32 and bfloat16, not {unknown[0]}" if unknown else None
+    return f"the native CPU kernel supports float32 and bfloat16, not {unknown[0]}" if unknown else None

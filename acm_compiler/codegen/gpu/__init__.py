@@ -69,9 +69,9 @@ def not_covered(
 ) -> str | None:
     """Reason why such an ACM is handed to the reference, None when the kernels run it. shape: of w_in."""
     if is_quantized:
-        return "the Triton kernels know no quantised learners"
+        return "the Triton kernels do not support quantised learners"
     if act not in ACTIVATIONS:
-        return f"activation {act} is none of the Triton kernels'"
+        return f"activation {act} is not supported by the Triton kernels"
     return _machine_lacks(dtype, arch) or UNBUILT.get((form, act, dtype, shape))
 
 
@@ -101,7 +101,7 @@ def _machine_lacks(dtype: torch.dtype, arch: int) -> str | None:
     if arch < OLDEST:
         return f"the GPU is sm_{arch}, the Triton kernels need sm_{OLDEST}"
     if dtype not in DTYPES:
-        return f"the Triton kernels know float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"the Triton kernels support float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     return None
 
 

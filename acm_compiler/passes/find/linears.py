@@ -12,6 +12,7 @@ from torch import fx
 from acm_compiler.passes.capture.op_names import argument, data_operands, op_set
 from acm_compiler.passes.find.values import Linear, Value, tokens_of
 from acm_compiler.passes.find.weight_views import Views, WeightView, linear_ref
+from acm_compiler.site import LinearRef
 
 QUANTISED_LINEAR = "quantised linear: convert the model as it was before it was quantised"
 OWN_BIAS = "its bias is computed (merge or remove what computes it)"
@@ -36,31 +37,11 @@ def resolve_linear(value: Value, values: Mapping[str, Value], views: Mapping[str
     product = _product(value, values, views)
     if product is None:
         return None
-    x, weight = values[product.x.name], values[product.weight.name]
-    behind = _registered_behind(weight, values)
+    x, behind = values[product.x.name], _registered_behind(values[product.weight.name], values)
     if behind is None:
         return None
-    view, bias = views.get(weight.name), product.bias
-    bias_view = views.get(bias.name) if bias is not None else None
-    own_bias = bias is not None and not isinstance(bias_view, WeightView)
-    ref: object = product.problem
-    if product.problem is None:
-        if not isinstance(view, WeightView):
-            ref = _opaque_weight(behind)
-        elif bias is not None and own_bias and (value.op != "linear" or values[bias.name].live):
-            ref = OWN_BIAS
-        else:
-            ref = linear_ref(view, product.out_axis, bias_view if isinstance(bias_view, WeightView) else None)
-    if not isinstance(ref, str) and behind.dtype != weight.dtype:
-        ref = f"its weight is {behind.dtype} and used as {weight.dtype}; an ACM computes in the type of its weights"
-    if _is_quantised(behind):
-        ref = QUANTISED_LINEAR
-    elif not weight.learned:
-        ref = _BUFFER
-    if not x.live:
-        ref = "its input does not depend on the model's inputs"
+    ref = _ref(value, product, behind, values, views)
     x_shape, shape = x.shape or (0,), value.shape or (0,)
-    resolved = not isinstance(ref, str)
     return Linear(
         name=value.name,
         x=x.name,
@@ -69,10 +50,39 @@ def resolve_linear(value: Value, values: Mapping[str, Value], views: Mapping[str
         tokens=tokens_of(x_shape),
         nodes=(value.name,),
         weight=str(behind.node.meta.get("param") or behind.name),
-        ref=ref if resolved else None,  # type: ignore[arg-type]
-        problem=None if resolved else str(ref),
-        own_bias=own_bias,
+        ref=None if isinstance(ref, str) else ref,
+        problem=ref if isinstance(ref, str) else None,
+        own_bias=_has_own_bias(product, views),
     )
+
+
+def _has_own_bias(product: _Product, views: Mapping[str, Views]) -> bool:
+    """True if a bias is added that is not, or not as a whole, a parameter or rows of one."""
+    return product.bias is not None and not isinstance(views.get(product.bias.name), WeightView)
+
+
+def _ref(
+    value: Value, product: _Product, behind: Value, values: Mapping[str, Value], views: Mapping[str, Views]
+) -> LinearRef | str:
+    """The rows of parameters that a product multiplies by and adds; else the reason why no ACM can replace it."""
+    weight, bias = values[product.weight.name], product.bias
+    if not values[product.x.name].live:
+        return "its input does not depend on the model's inputs"
+    if _is_quantised(behind):
+        return QUANTISED_LINEAR
+    if not weight.learned:
+        return _BUFFER
+    if product.problem is not None:
+        return product.problem
+    view, bias_view = views.get(weight.name), None if bias is None else views.get(bias.name)
+    if not isinstance(view, WeightView):
+        return _opaque_weight(behind)
+    if bias is not None and _has_own_bias(product, views) and (value.op != "linear" or values[bias.name].live):
+        return OWN_BIAS
+    ref = linear_ref(view, product.out_axis, bias_view if isinstance(bias_view, WeightView) else None)
+    if not isinstance(ref, str) and behind.dtype != weight.dtype:
+        return f"its weight is {behind.dtype} and used as {weight.dtype}; an ACM computes in the type of its weights"
+    return ref
 
 
 def _product(value: Value, values: Mapping[str, Value], views: Mapping[str, Views]) -> _Product | None:

@@ -143,28 +143,22 @@ class _Group:
     def join(self, graph: fx.Graph) -> None:
         """Put the call behind the last member, and what reads its results behind that."""
         members = list(self.drafts)
-        given: dict[fx.Node, int] = {}
         for kind, operands, _ in self.drafts.values():
             if kind == "norm" and operands[0] not in self.drafts:
                 operands[0] = _put_rows(operands[0], before=members[-1])
-            for read in operands:
-                if read is not None and read not in self.drafts:
-                    given.setdefault(read, len(given))
-        numbers = {**given, **{node: len(given) + i for i, node in enumerate(members)}}
+        reads = [read for _, operands, _ in self.drafts.values() for read in operands if read is not None]
+        given = [read for read in dict.fromkeys(reads) if read not in self.drafts]
+        numbers = {node: number for number, node in enumerate([*given, *members])}
         steps = [
             Step(kind, tuple(None if read is None else numbers[read] for read in operands), tuple(options.values()))
             for kind, operands, options in self.drafts.values()
         ]
-        for node in members:
-            node.args, node.kwargs = (), {}
-        for node in reversed(self.places):
-            if node not in self.drafts and not node.users:
-                graph.erase_node(node)
+        self._detach(graph)
         results = [node for node in members if node.users]
         behind = members[-1].next
         with graph.inserting_before(behind):
             program = Program(len(given), tuple(steps), tuple(numbers[node] for node in results))
-            call = graph.call_function(STEPS, (list(given), program.text()))
+            call = graph.call_function(STEPS, (given, program.text()))
             call.meta = {**members[-1].meta, "example_value": [value_of(node) for node in results]}
             for i, node in enumerate(results):
                 node.replace_all_uses_with(self._put_result(call, i, node))
@@ -173,6 +167,14 @@ class _Group:
                 behind.prepend(node)
         for node in members:
             graph.erase_node(node)
+
+    def _detach(self, graph: fx.Graph) -> None:
+        """Let the members read nothing, and erase what only led from one to another."""
+        for node in self.drafts:
+            node.args, node.kwargs = (), {}
+        for node in reversed(self.places):
+            if node not in self.drafts and not node.users:
+                graph.erase_node(node)
 
     def _put_result(self, call: fx.Node, number: int, member: fx.Node) -> fx.Node:
         """The result of that number, shaped as the member was, where the graph inserts."""

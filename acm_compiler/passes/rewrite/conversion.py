@@ -284,7 +284,9 @@ def refuse_inference_tensors(model: nn.Module) -> None:
             )
 
 
-def refuse_compiled(model: nn.Module, done: str, *, fix: str) -> None:
+def refuse_compiled(
+    model: nn.Module, done: str, *, fix: str = "give the eager model, the one that torch.compile was given"
+) -> None:
     """CompiledModelError for a compiled model, whose graphs do not show what runs; `done` is what it cannot be."""
     refuse_no_module(model)
     # a compiled model exists only where dynamo has been imported

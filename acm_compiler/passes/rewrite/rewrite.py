@@ -111,7 +111,7 @@ def check_convertible(model: nn.Module, plan: Plan, *, resized: bool = False) ->
     resized: parameters outside the sites may be others than in the model that the plan was made for.
     """
     if not isinstance(plan, Plan):
-        raise UsageError("this is no plan", found=type(plan).__name__, fix="plan = acm.plan(model, example_inputs)")
+        raise UsageError("this is not a plan", found=type(plan).__name__, fix="plan = acm.plan(model, example_inputs)")
     refuse_no_module(model)
     if hasattr(model, "_orig_mod"):
         raise CompiledModelError("a compiled model cannot be rewritten", fix="rewrite the eager model, then compile it")

@@ -52,7 +52,7 @@ def test_a_fresh_rewrite_answers_as_the_original_and_leaves_it_untouched(name):
 
 
 def test_inputs_in_the_place_of_a_plan_are_refused():
-    with pytest.raises(UsageError, match=r"no plan \(found Tensor\)\n  plan = acm\.plan"):
+    with pytest.raises(UsageError, match=r"not a plan \(found Tensor\)\n  plan = acm\.plan"):
         acm.rewrite(nn.Linear(4, 4), torch.zeros(2, 4))
 
 

@@ -143,7 +143,8 @@ def as_batch(given: Any, *, rename: bool = True) -> Batch:
         raise DataError(
             "batch must be a mapping of tensors, a pair (inputs, label), or a tensor",
             found=type(given).__name__,
-            fix="let the loader's collate_fn return one of them",
+            fix="let the loader's collate_fn return one of them; several arguments of the model go by their names: "
+            "{'x': x, 'other': y, 'label': label}",
         )
     if labels is not None:
         batch = {**batch, "label": labels}

@@ -151,7 +151,7 @@ class ACM(nn.Module):
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"choices": []}  # their graphs are this module's forwards', and cannot be copied
+        return super().__getstate__() | {"choices": []}  # their graphs are this module's, and cannot be copied
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_torchscript(self.name)

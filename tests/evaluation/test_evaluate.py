@@ -168,7 +168,7 @@ def test_examples_that_the_model_does_not_take_are_refused_with_its_own_words(mo
 
 def test_arguments_without_names_are_refused_and_the_words_show_how_they_are_named(model):
     image, other = picture_batch(6)["image"], torch.zeros(6)
-    for batch in ((image,), (image, other, other), ((image, other), other)):
+    for batch in ((image, other, other), ((image, other), other)):
         with pytest.raises(DataError, match=r"by their names: {'x': x, 'other': y, 'label': label}"):
             evaluate(model, [batch], TASK, budgets=[0.5])
 

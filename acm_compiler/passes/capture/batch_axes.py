@@ -49,8 +49,9 @@ def _followed(model: nn.Module, example_inputs: Inputs, capture: Capture, batch:
             if other is None:
                 return {}
             captures[size] = other
-    rows = _same_nodes(list(captures.values()))
-    shapes = {row[0]: {size: n.meta.get("shape") for size, n in zip(captures, row, strict=True)} for row in rows}
+    shapes: dict[fx.Node, dict[int, Any]] = {}
+    for row in _same_nodes(list(captures.values())):
+        shapes[row[0]] = {size: node.meta.get("shape") for size, node in zip(captures, row, strict=True)}
     scaling = {node: _scaling_axes(list(known.values())) for node, known in shapes.items()}
     if any(_mixes_examples(node, scaling) for node in scaling):
         return {}
@@ -83,14 +84,15 @@ def _same_nodes(captures: Sequence[Capture]) -> list[tuple[fx.Node, ...]]:
 
     Left out is what is done for every example by itself, from `split` of a batch of images to `cat`, say.
     """
-    pieces, rows = set[fx.Node](), []
+    pieces, rows = set[fx.Node](), list[tuple[fx.Node, ...]]()
     for row in zip_longest(*(_outside(pieces, _data_nodes(capture)) for capture in captures)):
-        if None in row or len({_target(node) for node in row}) > 1:
+        nodes = tuple(node for node in row if node is not None)
+        if len(nodes) < len(row) or len(set(map(_target, nodes))) > 1:
             return []
-        results = [list(filter(_is_result, node.users)) for node in row]
+        results = [list(filter(_is_result, node.users)) for node in nodes]
         if len(set(map(len, results))) > 1:
             pieces.update(*results)
-        rows.append(row)
+        rows.append(nodes)
     return rows
 
 

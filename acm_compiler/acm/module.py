@@ -146,7 +146,7 @@ class ACM(nn.Module):
         return self.only_k.of(is_decode=tokens.is_one_each(x.shape[:-1], self.axis_of_ones))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"choices": []}  # their graphs are this module's forwards', and cannot be copied
+        return super().__getstate__() | {"choices": []}  # their graphs are this module's, and cannot be copied
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_torchscript(self.name)

@@ -182,8 +182,8 @@ def _known(layout: Layout | None, site: str) -> Layout:
         raise LayoutUnknown(
             "which tokens belong to which example of the batch is not known at this site",
             where=site,
-            fix="plan with one example, or with example inputs the first of which has the batch as its first axis; "
-            "or exclude the site",
+            fix="plan with one example, then give batches of one; or plan with example inputs the first of which has "
+            "the batch as its first axis; or exclude the site",
         )
     return layout
 

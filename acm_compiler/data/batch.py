@@ -134,16 +134,19 @@ def check_tokens(tokens: object, name: str = "tokens") -> None:
 def as_batch(given: Any, *, rename: bool = True) -> Batch:
     """A batch as users' loaders give it: a mapping of tensors, a pair (inputs, label), or the inputs alone.
 
-    One tensor of inputs is called `image`, as in data sets, whatever it holds; with `rename`, `labels` are called
-    `label`, so that they do not go to the model. DataError for anything else.
+    The inputs alone may stand in a tuple, as those of a TensorDataset do. One tensor of inputs is called `image`, as in
+    data sets, whatever it holds; with `rename`, `labels` are called `label`, so that they do not go to the model.
+    DataError for anything else.
     """
-    inputs, labels = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, None)
+    parts = given if isinstance(given, (tuple, list)) and len(given) in (1, 2) else (given,)
+    inputs, labels = (*parts, None)[:2]
     batch = {"image": inputs} if isinstance(inputs, Tensor) else inputs
     if not isinstance(batch, Mapping) or not batch:
         raise DataError(
             "batch must be a mapping of tensors, a pair (inputs, label), or a tensor",
             found=type(given).__name__,
-            fix="let the loader's collate_fn return one of them",
+            fix="let the loader's collate_fn return one of them; several arguments of the model go by their names: "
+            "{'x': x, 'other': y, 'label': label}",
         )
     if labels is not None:
         batch = {**batch, "label": labels}

@@ -119,8 +119,8 @@ def plain_output(output: Any) -> Any:
     """`output`, and for one of transformers' own classes a dict of its tensors, which is read without that library."""
     if not isinstance(output, Mapping) or type(output) is dict:
         return output
-    return {name: value for name, value in output.items() if _is_plain(value)}
+    return {name: plain_output(value) for name, value in output.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
+    return isinstance(value, (Tensor, Mapping)) or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))

@@ -98,6 +98,6 @@ def check_closed_form(site: PlannedSite) -> None:
         raise LayoutUnknown(
             "which tokens belong to which example is not known here, so budgets cannot be measured",
             where=site.name,
-            fix="plan with one example, or with example inputs the first of which has the batch as its first axis; "
-            "or exclude the site",
+            fix="plan with one example, then give batches of one; or plan with example inputs the first of which has "
+            "the batch as its first axis; or exclude the site",
         )

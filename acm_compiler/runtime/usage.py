@@ -30,9 +30,9 @@ PADDING = -1
 class Usage:
     """Learners and MACs run by the forwards inside one `acm.record`.
 
-    `k` maps a site's name to an int tensor [batch, tokens], -1 at padded positions; repeated calls follow each other
-    along the token axis. `masked` tells whether a padding mask was known, `counted` whether MACs are, `is_here` whether
-    a call is one of those recorded.
+    `k` maps a site's name to an int tensor [batch, tokens], -1 at padded positions. Repeated calls are taken for calls
+    on the same examples: they follow each other along the token axis, and their MACs add up. `masked` tells whether a
+    padding mask was known, `counted` whether MACs are, `is_here` whether a call is one of those recorded.
     """
 
     is_here: Callable[[], bool]

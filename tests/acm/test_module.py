@@ -1,6 +1,7 @@
 """The ACM module: choices, state, dtypes, compiled graphs."""
 
 import copy
+import pickle
 import sys
 from pathlib import Path
 
@@ -70,6 +71,15 @@ def test_run_time_choices_survive_half_precision_and_copies():
     assert clone.knob_value == acm.knob_value == pytest.approx(0.123456789, rel=1e-6)
     assert (int(clone.k_lo), int(clone.k_hi)) == (1, 3)
     assert not any(name in ("knob", "k_lo", "k_hi") for name in acm.state_dict())
+
+
+@torch.no_grad()
+def test_copies_of_an_acm_that_is_compiled_in_place_run_their_own_weights():
+    acm, x = acm_for(planned_site()), torch.randn(5, 8)
+    acm.compile(backend="eager")
+    for clone in (copy.deepcopy(acm), pickle.loads(pickle.dumps(acm))):
+        clone.learners.b_out.fill_(7.0)
+        assert not torch.allclose(clone(x), acm(x))
 
 
 def test_bounds_are_clamped_to_the_site():

@@ -160,9 +160,17 @@ def test_a_budget_out_of_reach_is_refused_before_any_data_is_read(model):
 def test_examples_that_the_model_does_not_take_are_refused_with_its_own_words(model):
     batch = picture_batch(6)
     wrong = {**batch, "image": batch["image"][..., :1]}
+    words = r"the model itself raises on a batch of float32 .*found \w+Error[\s\S]*name the model's arguments"
     for dense in (None, model):
-        with pytest.raises(UsageError, match=r"the model itself raises on a batch of float32 .*found \w+Error"):
+        with pytest.raises(UsageError, match=words):
             evaluate(model, [wrong], TASK, budgets=[0.5], dense=dense)
+
+
+def test_arguments_without_names_are_refused_and_the_words_show_how_they_are_named(model):
+    image, other = picture_batch(6)["image"], torch.zeros(6)
+    for batch in ((image, other, other), ((image, other), other)):
+        with pytest.raises(DataError, match=r"by their names: {'x': x, 'other': y, 'label': label}"):
+            evaluate(model, [batch], TASK, budgets=[0.5])
 
 
 def test_no_examples_are_refused(model):

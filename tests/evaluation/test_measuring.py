@@ -117,6 +117,7 @@ def test_batches_of_users_become_batches_of_tensors():
     assert set(as_batch(x)) == {"image"} and set(as_batch((x, label))) == {"image", "label"}
     assert set(as_batch({"input_ids": x, "labels": label})) == {"input_ids", "label"}
     assert set(as_batch(({"input_ids": x}, label))) == {"input_ids", "label"}
+    assert set(as_batch([x])) == {"image"} and set(as_batch(({"input_ids": x},))) == {"input_ids"}  # no labels
     for wrong, words in (
         ({"text": ["a", "b"]}, "text: batch must hold tensors"),
         ("abc", "batch must be"),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.errors import AcmError, FixedBudget, StorageError, UsageError, VerificationFailed
-from acm_compiler.exporting.calls import free_axes
+from acm_compiler.exporting.calls import free_axes, plain_output
 from acm_compiler.exporting.controls import check_controls
 from acm_compiler.exporting.traced import check_answers
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
@@ -124,6 +124,17 @@ def test_texts_of_any_length(tmp_path):
         found = program(input_ids=ids, attention_mask=mask, use_cache=False, budget=torch.tensor(0.5))
         assert_close(found["logits"], model(ids, attention_mask=mask).logits)
     assert json.loads((tmp_path / "out/export.json").read_text())["inputs"][0]["shape"] == ["batch", "length"]
+
+
+def test_outputs_of_transformers_become_dicts_with_the_outputs_of_their_parts():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    tower = outputs.BaseModelOutputWithPast(last_hidden_state=torch.ones(2), past_key_values=object())
+    found = plain_output(outputs.Seq2SeqLMOutput(logits=torch.zeros(1), encoder_last_hidden_state=tower))
+    assert type(found) is dict and type(found["encoder_last_hidden_state"]) is dict
+    assert [list(found), list(found["encoder_last_hidden_state"])] == [
+        ["logits", "encoder_last_hidden_state"],
+        ["last_hidden_state"],
+    ]
 
 
 class _Pair(nn.Module):

@@ -526,6 +526,12 @@ def test_a_compiled_model_cannot_be_recorded(model):
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(CompiledModelError, match="_orig_mod"), record(compiled):
         pass
+    model.compile(backend="eager")  # there is no other model behind it
+    with pytest.raises(CompiledModelError, match=r"copy\.deepcopy\(model\)"), record(model):
+        pass
+    with record(copy.deepcopy(model)) as usage:
+        pass
+    assert str(usage) == "usage: no forward recorded yet"
 
 
 def test_status_tells_state_and_mode(model):

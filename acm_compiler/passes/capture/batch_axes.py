@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from acm_compiler.sources.inputs import Inputs
 _SIZES = (2, 3)
 # of the query; torch's packed attention wants [T, B, E]
 _TOKEN_AXIS = {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
+# nodes that put together what was done for every example
+_JOINS = {"cat", "stack", "output"}
 _Shape = tuple[int, ...]
 
 
 def find_layouts(model: nn.Module, example_inputs: Inputs, capture: Capture) -> dict[str, Layout | None]:
-    """The layout of every tensor node of `capture` but constants, None where there is no batch axis or an unclear one.
+    """The layout of every tensor node of `capture` but constants, None or nothing where the batch axis is unclear.
 
     The batch is axis 0 of the first input that has axes; the inputs with as many entries there are repeated or
     cut to make batches of 2 and 3. Where that cannot be told (the model raises at another batch size, makes other
@@ -43,11 +46,12 @@ def _followed(model: nn.Module, example_inputs: Inputs, capture: Capture, batch:
     for size in _SIZES:
         if size not in captures:
             other = capture_again(model, _of_batch(example_inputs, batch, size), like=capture)
-            if other is None or _calls(other) != _calls(capture):
+            if other is None:
                 return {}
             captures[size] = other
-    rows = zip(*(_data_nodes(other) for other in captures.values()), strict=True)
-    shapes = {row[0]: {size: n.meta.get("shape") for size, n in zip(captures, row, strict=True)} for row in rows}
+    shapes: dict[fx.Node, dict[int, Any]] = {}
+    for row in _same_nodes(list(captures.values())):
+        shapes[row[0]] = {size: node.meta.get("shape") for size, node in zip(captures, row, strict=True)}
     scaling = {node: _scaling_axes(list(known.values())) for node, known in shapes.items()}
     if any(_mixes_examples(node, scaling) for node in scaling):
         return {}
@@ -75,9 +79,42 @@ def _data_nodes(capture: Capture) -> list[fx.Node]:
     return [node for node in capture.graph.nodes if not node.meta.get("const", False)]
 
 
-def _calls(capture: Capture) -> list[tuple[str, Any]]:
+def _same_nodes(captures: Sequence[Capture]) -> list[tuple[fx.Node, ...]]:
+    """Each node of the first capture with that of the others; none where other calls are made.
+
+    Left out is what is done for every example by itself, from `split` of a batch of images to `cat`, say.
+    """
+    pieces, rows = set[fx.Node](), list[tuple[fx.Node, ...]]()
+    for row in zip_longest(*(_outside(pieces, _data_nodes(capture)) for capture in captures)):
+        nodes = tuple(node for node in row if node is not None)
+        if len(nodes) < len(row) or len(set(map(_target, nodes))) > 1:
+            return []
+        results = [list(filter(_is_result, node.users)) for node in nodes]
+        if len(set(map(len, results))) > 1:
+            pieces.update(*results)
+        rows.append(nodes)
+    return rows
+
+
+def _outside(pieces: set[fx.Node], nodes: Sequence[fx.Node]) -> Iterator[fx.Node | None]:
+    """The nodes that are no `pieces`, which those become that are made of some alone; ends where more goes in."""
+    for node in nodes:
+        used = {other for other in node.all_input_nodes if not other.meta.get("const", False)}
+        if used & pieces and op_name(node) not in _JOINS:
+            if used - pieces:
+                yield None
+            pieces.add(node)
+        if node not in pieces:
+            yield node
+
+
+def _is_result(node: fx.Node) -> bool:
+    return op_name(node) == "result"
+
+
+def _target(node: fx.Node) -> tuple[str, Any]:
     # a placeholder's target is its name, a property's is in the arguments
-    return [(n.op, n.args[1] if n.target is getattr else n.target) for n in _data_nodes(capture)]
+    return node.op, node.args[1] if node.target is getattr else node.target
 
 
 def _scaling_axes(shapes: Sequence[_Shape | None]) -> tuple[int, ...]:
@@ -136,6 +173,6 @@ def _stride(node: fx.Node, layout: Layout) -> int:
 
 def _tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The operands of a call; of one of several results, those of the call that gave them."""
-    if op_name(node) == "result":
+    if _is_result(node):
         return _tensor_operands(node.all_input_nodes[0])
     return node.all_input_nodes

@@ -22,13 +22,13 @@ def output_of(model: nn.Module, inputs: Inputs) -> Any:
     assert error is not None
     if isinstance(error, (AcmError, MemoryError, torch.OutOfMemoryError)):
         raise error
-    what = "a batch is a tensor, a tuple of arguments or a mapping"
+    what = "name the model's arguments in every batch, {'x': x, 'other': y}; leave out labels that it does not take"
     raise UsageError(
         f"the model itself raises on a batch of {shapes_of(inputs)}",
         where=raising_line(error),
         found=first_line(error),
         expected="what the model takes, in its type and on its device",
-        fix=with_frames(f"{what}; leave out labels: (x for x, label in loader)", error),
+        fix=with_frames(what, error),
     ) from error
 
 

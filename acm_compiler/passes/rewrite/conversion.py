@@ -290,7 +290,11 @@ def refuse_compiled(
     """CompiledModelError for a compiled model, whose graphs do not show what runs; `done` is what it cannot be."""
     refuse_no_module(model)
     # a compiled model exists only where dynamo has been imported
-    dynamo = sys.modules.get("torch._dynamo")
-    wrapped = dynamo is not None and isinstance(model, dynamo.eval_frame.OptimizedModule)
-    if wrapped or any(module._compiled_call_impl is not None for module in model.modules()):
-        raise CompiledModelError(f"a compiled model cannot be {done}", fix=fix)
+    dynamo, found = sys.modules.get("torch._dynamo"), None
+    # beside modules compiled in place there is no eager model to give
+    if dynamo is None or not isinstance(model, dynamo.eval_frame.OptimizedModule):
+        compiled = (name for name, module in model.named_modules() if module._compiled_call_impl is not None)
+        if (name := next(compiled, None)) is None:
+            return
+        found, fix = f"a call of {name or 'its own'}.compile()", "give copy.deepcopy(model), which is not compiled"
+    raise CompiledModelError(f"a compiled model cannot be {done}", found=found, fix=fix)

@@ -131,6 +131,27 @@ def test_a_model_that_runs_otherwise_for_other_batches_is_unknown_but_for_one_ex
         assert set(layouts.values()) == ({Layout(batch_axis=None)} if batch == 1 else set())
 
 
+def one_by_one(x: Tensor) -> Tensor:
+    return torch.cat([image.reshape(-1, D).sin() for image in x.split([1] * len(x))])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_what_is_done_for_one_example_after_the_other_may_stand_before_a_site(batch):
+    model, x = Reshaping(lambda x: one_by_one(x).view(len(x), 4, D)), torch.randn(batch, 4, D)
+    assert linear_inputs(model, x) == [Layout()]
+
+
+def test_a_site_that_is_run_for_one_example_after_the_other_is_unknown_but_for_one_example():
+    class Alone(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([super(Alone, self).forward(one) for one in x.split(1)])
+
+    for batch in (1, 2):
+        model, x = nn.Sequential(Alone(D, D), nn.Linear(D, D)), torch.randn(batch, 4, D)
+        layouts = find_layouts(model, x, capture(model, x))
+        assert set(layouts.values()) == ({Layout(batch_axis=None)} if batch == 1 else set())
+
+
 def test_constants_may_be_made_otherwise_for_other_batches():
     class Positioned(Reshaping):
         def forward(self, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def calibrated() -> dict[str, Any]:
     found = {"examples": seen.examples}
     found["seen"] = {name: [r.tokens, r.sample.vectors, r.sample.weights] for name, r in records.items()}
     model = make_tiny().double()
-    options = Options(tokens=300, sample=200, gate_steps=10, local_steps=5, budgets=(0.5,), gradient_tokens=200)
+    options = Options(tokens=300, sample=200, gate_steps=10, local_steps=6, budgets=(0.5,), gradient_tokens=200)
     calibrate_on(model, masked(batches), options=options)
     table = conversion(model).table
     assert table is not None

@@ -18,7 +18,6 @@ from acm_compiler.passes.rewrite.conversion import conversion, rewritten
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.batch_context import mask_not_in_call
 from acm_compiler.runtime.budgets import share_within
 from acm_compiler.runtime.control import set_budget, set_k
 from acm_compiler.runtime.usage import Usage, record
@@ -63,8 +62,7 @@ class Converted(Method):
         set_budget(self.model, share)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Usage]:
-        inputs = self.subject.task.inputs(batch)
-        mask_BS = mask_not_in_call(self.subject.task.mask(batch), inputs)
+        inputs, mask_BS = self.subject.task.call_arguments(batch)
         with batch_context(self.model, mask=mask_BS), record(self.model) as usage:
             output = call_model(self.model, inputs)
         return self.score(output, batch), usage

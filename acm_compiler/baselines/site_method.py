@@ -27,7 +27,7 @@ from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
 from acm_compiler.progress import Say
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.batch_context import mask_not_in_call, padding_watched
+from acm_compiler.runtime.batch_context import padding_watched
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.inputs import call_model
 
@@ -199,8 +199,7 @@ class SiteMethod(Method):
 
     def call(self, batch: Batch) -> Any:
         """The host's output for a batch; its sites know what is padding."""
-        inputs = self.subject.task.inputs(batch)
-        mask_BS = mask_not_in_call(self.subject.task.mask(batch), inputs)
+        inputs, mask_BS = self.subject.task.call_arguments(batch)
         with batch_context(self.host, mask=mask_BS), padding_watched(self.found):
             return call_model(self.host, inputs)
 

@@ -27,7 +27,6 @@ from acm_compiler.planning.plan import Plan
 from acm_compiler.recipe.resolved import measured_with
 from acm_compiler.recipe.schema import BudgetsConfig
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.batch_context import mask_not_in_call
 from acm_compiler.runtime.budgets import TOLERANCE, list_of_budgets, parse_budget, share_within
 from acm_compiler.runtime.control import FixedK, set_budget, set_k
 from acm_compiler.runtime.measure_budgets import undisturbed
@@ -175,8 +174,7 @@ class _Runs:
 
     def measure(self, batch: Batch, tally: Tally) -> None:
         """One forward in the setting that holds now."""
-        inputs = self.task.inputs(batch)
-        mask_BS = mask_not_in_call(self.task.mask(batch), inputs)
+        inputs, mask_BS = self.task.call_arguments(batch)
         with batch_context(self.model, mask=mask_BS), record(self.model) as usage:
             output = output_of(self.model, inputs)
         tally.add(usage, self._score(output, batch), batch)

@@ -20,7 +20,6 @@ from acm_compiler.evaluation.places import patch_k
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.batch_context import mask_not_in_call
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import Usage, record
@@ -107,8 +106,7 @@ def usage_at(model: nn.Module, batch: Batch, task: Task, budgets: Sequence[float
     """Usage on a batch at each budget. Mode, choices and budget of the model come back at the end."""
     device = next(iter(sites(model).values())).k_lo.device
     there = {name: value.to(device) for name, value in batch.items()}
-    inputs = task.inputs(there)
-    mask_BS, found = mask_not_in_call(task.mask(there), inputs), {}
+    (inputs, mask_BS), found = task.call_arguments(there), {}
     with undisturbed(rewritten(model)):
         for budget in budgets:
             set_budget(model, budget)

@@ -39,7 +39,6 @@ from acm_compiler.runs.folder import (
 from acm_compiler.runs.opened import OpenedRecipe, with_progress
 from acm_compiler.runs.pipeline import convert
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.batch_context import mask_not_in_call
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import set_budget
 from acm_compiler.runtime.measure_budgets import measure_budgets, undisturbed
@@ -247,8 +246,7 @@ class RecipeRun(OpenedRecipe):
         """So many examples to train on, None for all, drawn at random, plain, as inputs and padding mask."""
         config = plain(self.data.train)
         for batch in self.first(config, count or count_examples(self.dataset(config)), self.machine.device):
-            inputs = self.task.inputs(batch)
-            yield inputs, mask_not_in_call(self.task.mask(batch), inputs)
+            yield self.task.call_arguments(batch)
 
     def watch(self, model: nn.Module) -> Mapping[str, Any]:
         """The metric and the budget that the gates reach as they are, on some held-out examples."""
@@ -257,8 +255,7 @@ class RecipeRun(OpenedRecipe):
             for batch in self.first(self.data.eval, _WATCHED_EXAMPLES, self.machine.device):
                 if self.task.needs_dense and self.model is not None:
                     batch = self.task.remember(call_model(self.model, self.task.inputs(batch)), batch)
-                inputs = self.task.inputs(batch)
-                mask_BS = mask_not_in_call(self.task.mask(batch), inputs)
+                inputs, mask_BS = self.task.call_arguments(batch)
                 with batch_context(model, mask=mask_BS), record(model, macs=False) as usage:
                     scores.append(self.task.score(call_model(model, inputs), batch))
                 units.append(self.task.units(batch).to(self.machine.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,6 @@ from acm_compiler.passes.rewrite.conversion import Rewritten, rewritten, wholly_
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import highest_k, refuse_unfitted
 from acm_compiler.runtime.masks import unwatch_padding, watch_padding
-from acm_compiler.sources.inputs import Inputs
 
 
 @contextmanager
@@ -58,15 +57,6 @@ def batch(
     each = any(at is not None and at.batch_axis is not None and at.folds == 1 for at in layouts)
     with batch_held(owner, Said(**tensors, skip_padding=skip_padding, each=each)):
         yield
-
-
-def mask_not_in_call(mask_BS: Tensor | None, inputs: Inputs) -> Tensor | None:
-    """The padding mask that `batch` has to be told: None where the call's own `attention_mask` says the same.
-
-    Read from the call it is one of frames where it was one of audio, and holds for sites alone whose tokens it fits.
-    """
-    carried = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    return None if mask_BS is not None and carried is not None and torch.equal(mask_BS, carried.bool()) else mask_BS
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from torch import Tensor
 from acm_compiler.data.batch import Batch
 from acm_compiler.errors import DataError, UsageError
 from acm_compiler.recipe.tasks import fitting_classes
-from acm_compiler.tasks.base import Likeness, Task, agreement, entry_of, part_of
+from acm_compiler.tasks.base import Likeness, Task, entry_of, part_of
+from acm_compiler.tasks.distance import agreement
 
 _IGNORED = -100  # torch's own label of an example that counts nowhere
 

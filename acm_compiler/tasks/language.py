@@ -20,7 +20,8 @@ from acm_compiler.data.draws import uniform
 from acm_compiler.errors import DataError
 from acm_compiler.recipe.tasks import MaskedLMTask
 from acm_compiler.sources.inputs import Inputs
-from acm_compiler.tasks.base import Likeness, Task, agreement, entry_of, named_inputs, part_of
+from acm_compiler.tasks.base import Likeness, Task, entry_of, named_inputs, part_of
+from acm_compiler.tasks.distance import agreement
 
 
 class TokenLogits(Task, ABC):

@@ -20,12 +20,11 @@ from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.recipe.phases import FinetunePhase
 from acm_compiler.runtime import ranks
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.batch_context import mask_not_in_call
 from acm_compiler.runtime.control import refuse_unfitted, relax, set_budget
 from acm_compiler.runtime.usage import record
 from acm_compiler.sources.inputs import Inputs, call_model, in_mode
 from acm_compiler.tasks import Task
-from acm_compiler.tasks.base import distance, distance_unit
+from acm_compiler.tasks.distance import distance, distance_unit
 from acm_compiler.training.live_state import SharedNoise
 from acm_compiler.training.loss_terms import take_choices
 from acm_compiler.training.machine import Machine
@@ -109,8 +108,7 @@ class Finetune:
             self._draw_budget()
         batch, wanted = (batch, None) if self.teacher is None else self.teacher.teach(batch)
         own_draws = nullcontext() if self.noise is None else self.noise.apart()
-        inputs = self.task.inputs(batch)
-        mask_BS = mask_not_in_call(self.task.mask(batch), inputs)
+        inputs, mask_BS = self.task.call_arguments(batch)
         with batch_context(self.model, mask=mask_BS), self._sync(last), own_draws:
             with self.machine.autocast():
                 loss, seen = self.step_module(inputs, batch, wanted)

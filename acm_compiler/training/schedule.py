@@ -19,7 +19,6 @@ from acm_compiler.passes.rewrite.conversion import conversion, rewritten, sites
 from acm_compiler.planning.check_schedule import check_phase, check_schedule
 from acm_compiler.recipe.phases import CalibratePhase, DistillPhase, FinetunePhase, GatePhase, TrainedPhase
 from acm_compiler.recipe.phases import Phase as PhaseConfig
-from acm_compiler.runtime.batch_context import mask_not_in_call
 from acm_compiler.sources.inputs import Example
 from acm_compiler.training.finetune import Finetune
 from acm_compiler.training.live_state import seed_generators
@@ -150,8 +149,7 @@ def _calibrate(run: Run, config: CalibratePhase, index: int) -> None:
         )
         for cpu_batch in stream.epoch():
             batch = {name: value.to(device) for name, value in cpu_batch.items()}
-            inputs = job.task.inputs(batch)
-            yield inputs, mask_not_in_call(job.task.mask(batch), inputs)
+            yield job.task.call_arguments(batch)
 
     assert job.calibrate is not None
     with _ended_at_once(run, "stopped inside phase calibrate, of which nothing is kept"):

@@ -31,7 +31,7 @@ from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.passes.rewrite.dense_region import dense_regions_run
 from acm_compiler.recipe.phases import TrainedPhase
 from acm_compiler.runtime.batch_context import batch as batch_context
-from acm_compiler.runtime.batch_context import mask_not_in_call, padding_watched
+from acm_compiler.runtime.batch_context import padding_watched
 from acm_compiler.sources.inputs import call_model, in_mode
 from acm_compiler.tasks import Task
 from acm_compiler.training.machine import Machine
@@ -108,8 +108,7 @@ class TappedPhase:
 
     def run(self, batch: Batch, *, backward: Backward, last: bool) -> None:
         """One forward of the unmodified network; a backward at every site on the way."""
-        inputs = self.task.inputs(batch)
-        mask_BS = mask_not_in_call(self.task.mask(batch), inputs)
+        inputs, mask_BS = self.task.call_arguments(batch)
         for acm in self.acms.values():
             acm.tap = self._tap(backward)
         with torch.no_grad(), batch_context(self.model, mask=mask_BS), self.machine.autocast():

@@ -129,7 +129,7 @@ def test_a_task_that_compares_with_the_dense_model_is_watched_beside_it(folder):
     run = RecipeRun(expand_paths(load_recipe(folder / "folder.yaml")), open_machine("fp32", "cpu"), lambda _: None)
     _, model = run.prepare(RunOptions(directory=folder / "out"), report=lambda _: None)
     run.__dict__["task"] = SimpleNamespace(
-        **{name: getattr(run.task, name) for name in ("inputs", "mask", "units")},
+        **{name: getattr(run.task, name) for name in ("inputs", "call_arguments", "units")},
         metric="distance",
         needs_dense=True,
         remember=lambda output, batch: {**batch, "dense": output},

@@ -10,7 +10,7 @@ from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.evaluation.wording import evaluation_table
 from acm_compiler.runtime.control import FixedK
-from acm_compiler.tasks.base import agreement
+from acm_compiler.tasks.distance import agreement
 from acm_compiler.tasks.embed import Embed, pairwise_spearman
 from acm_compiler.tasks.language import CausalLM
 from tests.helpers.pictures import OPEN, TASK, picture_batch, picture_model

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 
 from acm_compiler.errors import DataError, FunctionFailed, UsageError
 from acm_compiler.recipe.tasks import CausalLMTask, ClassifyTask, CtcTask, EmbedTask, MaskedLMTask, PythonTask
-from acm_compiler.tasks import Task, base, open_task
-from acm_compiler.tasks.base import as_task, distance
+from acm_compiler.tasks import Task, open_task
+from acm_compiler.tasks.base import as_task
 from acm_compiler.tasks.classify import Classify
 from acm_compiler.tasks.ctc import Ctc
+from acm_compiler.tasks.distance import _AT_A_TIME, distance
 from acm_compiler.tasks.language import CausalLM, MaskedLM
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
@@ -294,7 +295,7 @@ def test_the_distance_of_logits_is_their_divergence_however_many_are_turned_at_a
     plain = F.kl_div(answer.float().log_softmax(-1), wanted.float().log_softmax(-1), log_target=True, reduction="sum")
     (slope,) = torch.autograd.grad(2**10 * plain / 8, answer)
     for numbers in (1, 21, 2**18):
-        monkeypatch.setitem(base._AT_A_TIME, "cpu", numbers)
+        monkeypatch.setitem(_AT_A_TIME, "cpu", numbers)
         found = distance(Logits(), answer, wanted)
         torch.testing.assert_close(found, plain / 8)
         (mine,) = torch.autograd.grad(2**10 * found, answer)

@@ -32,7 +32,7 @@ from acm_compiler.errors import StorageError, TrainingFailed
 from acm_compiler.files import storing, whole_file
 from acm_compiler.progress import Progress, Say
 from acm_compiler.recipe.phases import FinetunePhase
-from acm_compiler.tasks.base import distance
+from acm_compiler.tasks.distance import distance
 from acm_compiler.training.answers import model_digest
 from acm_compiler.training.live_state import generator_states, restore_generators, seed_generators
 from acm_compiler.training.loop import Optimization, endless, passes

@@ -26,7 +26,8 @@ class Controlled(nn.Module):
     budget: a share of learner MACs, float32 [], or [batch] with `per_example`; the budget table becomes part of the
     module. cap: an upper bound on every token's k as a share of N, float32 []. k_lo, k_hi: bounds on every token's k,
     int64 []. At budget 1 every token runs k_hi learners, or as many as the cap allows. What is out of range is refused
-    by a RuntimeError, from inside of graphs too: `require` gives a value back where a condition holds for all of it.
+    by a RuntimeError, from inside of graphs too: `require` gives a value back where a condition holds for all of it,
+    or does not ask, and the nearest value in range counts.
     """
 
     share: Tensor
@@ -77,7 +78,7 @@ class Controlled(nn.Module):
         if "cap" in given:
             fits = (given["cap"] > 0) & (given["cap"] <= 1)
             cap = self.require(given["cap"], fits, "cap must be above 0 and at most 1")
-            high = (_decimal(cap) * count + TOLERANCE).to(torch.int32)
+            high = (_decimal(cap).clamp(0, 1) * count + TOLERANCE).to(torch.int32)
         if "k_hi" in given:
             high = torch.minimum(high, self._learners(given, "k_hi").to(torch.int32))
         return high
@@ -85,7 +86,7 @@ class Controlled(nn.Module):
     def _learners(self, given: Mapping[Control, Tensor], name: Control) -> Tensor:
         """A bound of k."""
         k = given[name]
-        return self.require(k, (k >= 0) & (k <= self.most), _wanted(name, 0, self.most))
+        return self.require(k, (k >= 0) & (k <= self.most), _wanted(name, 0, self.most)).clamp(0, self.most)
 
 
 def measured(found: Rewritten) -> BudgetTable:
@@ -128,7 +129,12 @@ def _decimal(values: Tensor) -> Tensor:
 
 
 def asserted(value: Tensor, holds: Tensor, message: str) -> Tensor:
-    """`value`; RuntimeError where `holds` is not true everywhere."""
+    """`value`; RuntimeError where `holds` is not true everywhere. On a GPU none, and 1 for nan.
+
+    There the assertion would end all work of the process on that device.
+    """
+    if value.device.type != "cpu":
+        return value.nan_to_num(1.0)
     torch._assert_async(holds.all(), message)
     return value
 

@@ -59,8 +59,9 @@ def export(
 
     format "pt2": a program of torch.export that takes its budget as one more input, `budget=torch.tensor(0.4)`, in one
     graph for all budgets; torch.export.load reads it once acm_compiler.acm is imported.
-    format "aoti": the same as a package of AOTInductor for CPUs, with the operators of ACMs in a library beside it,
-    which run in C++ programs and where this package is not installed; needs a C++ compiler.
+    format "aoti": the same as a package of AOTInductor, which runs in C++ programs and where this package is not
+    installed: for CPUs with the operators of ACMs in a library beside it, for a GPU with their Triton kernels in it;
+    needs a C++ compiler.
     format "onnx": the same in standard operators of ONNX, which sort tokens by k and compute what each of them runs;
     with `fixed_k` or `budget`, the dense layers of the first learners alone, for any model.
     format "checkpoint": an ordinary checkpoint of the model's transformers class in which every token runs as many
@@ -113,7 +114,7 @@ def _write_pt2(found: Rewritten, traced: Traced, folder: Path) -> Path:
     # the import of this package registers the program's operators
     usage = f'import torch, acm_compiler.acm; model = torch.export.load("{_PROGRAM}").module()'
     usage += f"; model({', '.join(traced.words)})"
-    facts = describe(found, "pt2", traced.inputs, usage=usage, error=error)
+    facts = describe(found, "pt2", traced.inputs, usage=usage, error=error, clamps=traced.clamps)
     writers = {_PROGRAM: partial(torch.export.save, traced.program)}
     write_export(folder, writers, facts, size_bytes=traced.size_bytes)
     return folder / _PROGRAM
@@ -126,7 +127,8 @@ def _write_files(found: Rewritten, traced: Traced, folder: Path, format: str, ks
         aside = Path(name)
         made.write(traced, aside)
         error = traced.check(made.runner(aside), where=format)
-        facts = describe(found, format, traced.inputs, usage=made.usage(traced), error=error, fixed=ks)
+        clamps = format == "onnx" or traced.clamps
+        facts = describe(found, format, traced.inputs, usage=made.usage(traced), error=error, fixed=ks, clamps=clamps)
         if format == "aoti":
             facts |= aoti.facts(traced)
         write_export(folder, moves(aside), facts, size_bytes=size_of(aside))

@@ -68,12 +68,13 @@ def describe(
     usage: str,
     error: float,
     fixed: Mapping[str, int] | None = None,
+    clamps: bool = False,
 ) -> dict[str, Any]:
-    """export.json but for the files: `fixed` is k by site, where budgets are no input."""
+    """export.json but for the files: `fixed` is k by site, where budgets are no input; clamps: none is refused."""
     table = found.owner.table
     budgets = table and {
         "range": [found.owner.table_min, 1.0],
-        "out_of_range": "clamped" if format == "onnx" else "refused",
+        "out_of_range": "clamped" if clamps else "refused",
         "examples": table.examples,
         "table": [asdict(point) for point in table.points],
         "metrics": [asdict(budget) for budget in table.evaluated],

@@ -52,13 +52,25 @@ class Traced:
     quantized: bool
 
     @property
+    def device(self) -> torch.device:
+        """The device of the ACMs, and of a budget that is an input."""
+        budget = self.call[1].get("budget")
+        return budget.device if isinstance(budget, Tensor) else torch.device("cpu")
+
+    @property
+    def clamps(self) -> bool:
+        """True where a budget out of range is no error, as of `controls.asserted`."""
+        return self.device.type != "cpu"
+
+    @property
     def words(self) -> list[str]:
         """The call's arguments as one writes them."""
         args, kwargs = self.call
         shown = {name: name if isinstance(value, Tensor) else repr(value) for name, value in kwargs.items()}
         if "budget" in shown:
+            there = "" if self.device.type == "cpu" else f', device="{self.device.type}"'
             each = kwargs["budget"].dim()
-            shown["budget"] = "torch.full((batch,), 0.4)" if each else "torch.tensor(0.4)"
+            shown["budget"] = f"torch.full((batch,), 0.4{there})" if each else f"torch.tensor(0.4{there})"
         return [*self.names[: len(args)], *(f"{name}={value}" for name, value in shown.items())]
 
     @property

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.evaluation.bench import interleave
 from benchmarks.first_gpu_run.device import Device
 from benchmarks.first_gpu_run.parts import Row
+from tests.helpers.rewrite_cases import give_budgets
 
 N, LAYERS = 4, 4
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -170,6 +174,21 @@ def calibration(device: Device) -> Iterator[Row]:
             "peak_gb": device.peak_bytes() / 1e9,
             "minutes of 32 layers": 32 / CALIBRATED_LAYERS * spent / 60,
         }
+
+
+def package(device: Device) -> Iterator[Row]:
+    """ViT-B as a package that runs without Python, which export compares with the model; in a dry run as a program."""
+    _, converted, inputs = vit_of(device, batch=8)
+    give_budgets(converted)
+    for dynamic in (False, True):
+        example = inputs if dynamic else (inputs[0][:1],)  # one image stays one, and is read by kernels for few tokens
+        with tempfile.TemporaryDirectory() as name:
+            start = time.perf_counter()
+            file = acm.export(converted, Path(name, "out"), example, "aoti" if device.is_cuda else "pt2")
+            facts = json.loads(file.with_name("export.json").read_text())
+            yield {"format": facts["kind"], "images": len(example[0]), "seconds": time.perf_counter() - start} | {
+                key: facts[key] for key in ("relative_error", "processor") if key in facts
+            }
 
 
 def made(name: str, device: Device, batch: int) -> tuple[nn.Module, nn.Module, Inputs]:

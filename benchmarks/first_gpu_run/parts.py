@@ -62,6 +62,7 @@ PARTS = {
         Part(name="build", run="models.build", seconds=120, interpreted=False, processes=8),
         Part(name="vit", run="models.whole", given=("ViT-B",), seconds=180, interpreted=False),
         Part(name="training", run="models.training", seconds=60, interpreted=False, differentiates=True),
+        Part(name="package", run="models.package", seconds=90, interpreted=False),
         Part(name="host", run="models.host", seconds=60, interpreted=False),
         Part(name="llama", run="models.whole", given=("Llama-8B, 4 layers",), seconds=120, interpreted=False),
         Part(name="calibration", run="models.calibration", seconds=300, interpreted=False, differentiates=True),

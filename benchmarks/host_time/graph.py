@@ -14,6 +14,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.arguments import GatedArguments
@@ -90,7 +91,9 @@ def _fakes(tokens: int, *, is_free: bool) -> Iterator[tuple[Callable[[Tensor], T
         dynamic = [DimDynamic.STATIC] * tensor.ndim
         if is_free and tensor.ndim and tensor.shape[0] == tokens:
             dynamic[0] = DimDynamic.DYNAMIC
-        made: Any = mode.from_tensor(tensor.detach(), symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+        context = StatelessSymbolicContext(dynamic_sizes=dynamic)
+        with _disable_current_modes():  # in which detach, and what is made of it, would have a fixed shape
+            made: Any = mode.from_tensor(tensor.detach(), symbolic_context=context)
         made.fake_device = torch.device("cuda", 0)
         return made
 
@@ -145,6 +148,36 @@ def _inductor_sees_a_gpu() -> Iterator[None]:
 
 def inductors_code(graph: fx.GraphModule, environment: Any) -> str:
     """The Python code that Inductor writes for the graph."""
+    with _lowered(graph, environment) as lowering:
+        code, _ = lowering.codegen()
+    return code.value
+
+
+def packages_code(graph: fx.GraphModule, environment: Any) -> str:
+    """The C++ code that AOTInductor writes for the graph, with names of files for kernels that were not built."""
+    from torch._inductor import config
+    from torch._inductor.codecache import CudaKernelParamCache, get_cpp_wrapper_cubin_path_name
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    def built(lowering: Any, code: Any, kernels: Any, inputs: Any, names: list[str]) -> None:
+        for name in names:
+            facts = {"mangled_name": name, "num_warps": 4, "shared_mem": 0, "config": {}}
+            CudaKernelParamCache.cache[name] = facts | {get_cpp_wrapper_cubin_path_name(): f"{name}.cubin"}
+
+    options = {"cpp_wrapper": True, "triton.autotune_at_compile_time": False, "triton.store_cubin": True}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(GraphLowering, "_run_jit_variant_for_autotune", built))
+        stack.enter_context(config.patch(options))
+        stack.enter_context(V.set_aot_compilation(True))
+        lowering = stack.enter_context(_lowered(graph, environment, cpp_wrapper=True, aot_mode=True))
+        code, _ = lowering.codegen_with_cpp_wrapper()
+    return code.value
+
+
+@contextlib.contextmanager
+def _lowered(graph: fx.GraphModule, environment: Any, **options: bool) -> Iterator[Any]:
+    """While open, code may be made of the graph, as for a GPU."""
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_post_grad_passes
     from torch._inductor.debug import DebugContext
@@ -154,11 +187,10 @@ def inductors_code(graph: fx.GraphModule, environment: Any) -> str:
     values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     with _inductor_sees_a_gpu(), torch.no_grad(), V.set_fake_mode(values[0].fake_mode), config.patch(compile_threads=1):
         _recursive_post_grad_passes(graph, is_inference=True)
-        lowering = GraphLowering(graph, example_inputs=values, shape_env=environment, is_inference=True)
+        lowering = GraphLowering(graph, example_inputs=values, shape_env=environment, is_inference=True, **options)
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), V.set_debug_handler(DebugContext()):
             lowering.run(*values)
-            code, _ = lowering.codegen()
-    return code.value
+            yield lowering
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """Packages of AOTInductor: the live model's outputs at every budget, in Python and in C++, without this package."""
 
+import copy
 import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,11 @@ from torch import nn
 
 import acm_compiler as acm
 from acm_compiler.codegen.cpu.build import find_compiler
-from acm_compiler.errors import UsageError
+from acm_compiler.codegen.gpu.stages import Machine
+from acm_compiler.errors import UsageError, VerificationFailed
 from acm_compiler.exporting import aoti
+from acm_compiler.exporting.controls import Controlled
+from acm_compiler.passes.rewrite.conversion import wholly_rewritten
 from tests.helpers.rewrite_cases import ALL, PUBLISHED, assert_close, give_budgets, rewritten
 
 if find_compiler() is None:
@@ -157,6 +162,36 @@ def test_what_no_package_can_hold_is_refused(block, tmp_path):
     odd_block = Block().eval()
     odd_block.mlp = odd
     refused(learned(odd_block, x), out, x, "activation .* is not supported by the native CPU kernel")
+
+
+def test_packages_for_gpus_hold_what_the_triton_kernels_run(block, monkeypatch):
+    """The reasons, on an H200; what a package starts is in tests/helpers/faked_gpu_cases.py."""
+    monkeypatch.setattr(aoti.gpu, "machine_of", lambda device: Machine(arch=90, processors=132, fenced=True))
+    (site,) = acm.sites(block[0]).values()
+    on_gpu = torch.device("cuda", 0)
+    assert aoti._not_covered(site, on_gpu) is None
+    assert "not float64" in aoti._not_covered(copy.deepcopy(site).double(), on_gpu)
+    quantized = learned(Block().eval(), block[1])
+    acm.quantize(quantized, "int8")
+    assert "quantised" in aoti._not_covered(next(iter(acm.sites(quantized).values())), on_gpu)
+
+
+def test_a_package_that_would_ask_python_for_an_operator_is_refused(block, tmp_path):
+    file = tmp_path / "package.pt2"
+    with zipfile.ZipFile(file, "w") as package:
+        package.writestr("p/data/wrapper.json", '{"nodes": [{"target": "acm::gated_learners"}]}')
+    with pytest.raises(VerificationFailed, match=r"(?s)need Python for an ACM.*format pt2"):
+        aoti.check_launches(file)
+
+
+def test_controls_of_a_program_on_a_gpu_are_clamped(block):
+    controls, found = ("budget", "cap", "k_hi"), wholly_rewritten(block[0], "a program")
+    module = Controlled(found, controls, per_example=False, require=lambda value, *_: value)
+    given = {"cap": torch.tensor(7.0), "k_hi": torch.tensor(9)}
+    y = [module(block[1], budget=torch.tensor(budget), **given) for budget in (-1.0, 0.2, 1.0, 3.0)]
+    assert_close(y[0], y[1])
+    assert_close(y[2], y[3])
+    assert not torch.equal(y[1], y[2])
 
 
 @torch.no_grad()

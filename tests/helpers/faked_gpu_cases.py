@@ -24,7 +24,7 @@ from acm_compiler.codegen.gpu.tiles import buckets
 from acm_compiler.errors import UsageError
 from benchmarks.host_time.__main__ import mlp
 from benchmarks.host_time.driver import faked_gpu
-from benchmarks.host_time.graph import gated_call, inductors_code, loaded, traced_graph, traced_step
+from benchmarks.host_time.graph import gated_call, inductors_code, loaded, packages_code, traced_graph, traced_step
 
 D = 64
 
@@ -217,9 +217,20 @@ def test_a_graph_holds_launches_which_write_their_results_alone(small, is_free):
     copies = [] if puts_fences() else [["rows_out"]]  # rows in sorted order
     # torch takes the counts for written, too: places of results follow from them
     assert written == [gate, ["perm", "counts"], *copies, ["h", "counts"], ["y", "counts"]]
+    assert ("sym_size" in graph.code) == is_free
     assert not environment.guards  # one graph for any number of tokens
     blocks = nodes[-1].kwargs["tma_descriptor_metadata"]
     assert set(blocks) == {"a", "w"} and all(kind == "stable" for kind, _ in blocks.values())
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="torch runs the kernels to write the code")
+@pytest.mark.parametrize(
+    ("tokens", "is_free", "launches"), [(1, False, 3), (9, False, 3), (1500, False, 4), (100, True, 4)]
+)
+def test_a_package_starts_kernels_without_python(small, tokens, is_free, launches):
+    call, options = gated_call(small, rows(tokens))
+    code = packages_code(*traced_graph(call, options, is_free=is_free))
+    assert "acm::" not in code and len(re.findall(r"^ +call_\w+_kernel_\d\(", code, re.MULTILINE)) == launches
 
 
 def test_a_graph_of_few_tokens_holds_launches_and_one_with_a_norm_the_operator(small):

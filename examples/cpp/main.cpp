@@ -25,8 +25,9 @@ int main(int count, char** words) try {
   const std::string folder = words[1];
   // else the package does not look at shapes and types of what it is given
   setenv("AOTI_RUNTIME_CHECK_INPUTS", "1", 0);
-  // the operators of ACMs: from here on torch knows them
-  if (!dlopen((folder + "/acm_operators.so").c_str(), RTLD_NOW)) throw std::runtime_error(dlerror());
+  // the operators of ACMs: from here on torch knows them; a package for a GPU needs none
+  const std::string library = folder + "/acm_operators.so";
+  if (std::ifstream(library) && !dlopen(library.c_str(), RTLD_NOW)) throw std::runtime_error(dlerror());
   torch::inductor::AOTIModelPackageLoader model(folder + "/package.pt2");
 
   std::ifstream input(words[2], std::ios::binary);
@@ -36,7 +37,8 @@ int main(int count, char** words) try {
   const c10::InferenceMode guard;
   std::vector<at::Tensor> outputs;
   for (int i = 4; i < count; i++) {
-    outputs.push_back(model.run({x, at::scalar_tensor(std::stod(words[i]))}).at(0));
+    const at::Tensor budget = at::scalar_tensor(std::stod(words[i]), x.options().dtype(at::kFloat));
+    outputs.push_back(model.run({x, budget}).at(0));
     std::cout << "budget " << words[i] << ": " << outputs.back().sizes() << "\n";
   }
   const std::vector<char> saved = torch::jit::pickle_save(at::stack(outputs));

@@ -177,6 +177,8 @@ class Usage:
         """The budget reached, and a row for every site."""
         if not self._calls:
             return "usage: no forward recorded yet"
+        if not len(self.shares):
+            return "usage: no example recorded yet: the calls were of empty batches"
         rows = []
         for name, k_BS in self.k.items():
             real = k_BS[k_BS != PADDING].float()

@@ -9,7 +9,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from acm_compiler.acm.intact import refuse_skips
+from acm_compiler.acm.intact import refuse_empty, refuse_skips
 from acm_compiler.calibration.answer import run
 from acm_compiler.calibration.examples import Examples, MaskOf, masked
 from acm_compiler.data.batch import check_tokens
@@ -69,6 +69,7 @@ def recalibrate(
     """
     refuse_compiled(model, "calibrated")
     found = wholly_rewritten(model, "calibration")
+    refuse_empty(found.acms)
     refuse_skips(found.acms, "recalibration")
     owner, asked = found.owner, shares_of(found.owner, budgets)
     check_tokens(tokens)

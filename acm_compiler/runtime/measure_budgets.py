@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from acm_compiler.acm.intact import refuse_empty
 from acm_compiler.errors import DataError
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
 from acm_compiler.progress import Progress
@@ -196,6 +197,7 @@ class _Search:
 @contextmanager
 def undisturbed(found: Rewritten) -> Iterator[None]:
     """Eval mode without gradients; the mode, the choices, the budget and the cap set come back at the end."""
+    refuse_empty(found.acms)
     owner, choices = found.owner, {acm: acm.run_time() for acm in found.acms.values()}
     budget, cap = owner.budget, owner.cap
     try:

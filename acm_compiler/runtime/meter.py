@@ -10,6 +10,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from acm_compiler.acm.intact import refuse_empty
 from acm_compiler.acm.module import COUNTS
 from acm_compiler.errors import NothingRecorded, NotRewritten, UsageError
 from acm_compiler.passes.rewrite.conversion import Conversion, refuse_no_module, rewritten
@@ -139,6 +140,7 @@ def meter(model: nn.Module, *, plan: Plan | None = None) -> Meter:
             raise UsageError("plan must be a plan", found=type(plan).__name__, fix="acm.Plan.from_json(text)")
         return Meter(plan, _counters_in(model, plan), None, model)
     found = rewritten(model)
+    refuse_empty(found.acms)
     for acm in found.acms.values():
         if acm.counts is None:
             acm.counts = torch.zeros(acm.count + 1, dtype=torch.int64, device=acm.k_lo.device)

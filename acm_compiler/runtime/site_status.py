@@ -8,6 +8,7 @@ from tabulate import tabulate
 from torch import nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.intact import refuse_empty
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.runtime.control import Gated, is_held, run_mode
 
@@ -106,6 +107,7 @@ def _mode_text(acm: ACM) -> str:
 def status(model: nn.Module) -> Status:
     """Table of each site and its current choices; NotRewritten when there are none."""
     found = rewritten(model)
+    refuse_empty(found.acms)
     owner = found.owner
     rows = []
     for name, acm in found.acms.items():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import called, observed, only
+from acm_compiler.acm.intact import refuse_empty
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.sparse import kept_share
 from acm_compiler.errors import NothingRecorded, UsageError
@@ -237,7 +238,9 @@ def record(model: nn.Module, *, macs: bool = True) -> AbstractContextManager[Usa
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
-    return _counted(rewritten(model)) if macs else recorded(rewritten(model))
+    found = rewritten(model)
+    refuse_empty(found.acms)
+    return _counted(found) if macs else recorded(found)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from acm_compiler.data import Batch, refuse_no_batches
 from acm_compiler.data.batch import sources_of
-from acm_compiler.errors import DataError, NoDenseRegion, UsageError
+from acm_compiler.errors import DataError, NoDenseRegion, UsageError, check_bool
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.evaluation.statistics import Sample, against_fixed
 from acm_compiler.evaluation.tally import Tally
@@ -70,6 +70,7 @@ def evaluate(
     Raises UsageError, DataError without examples, and before the first batch BudgetUnreachable, NoBudgetTable,
     SitesNotFitted.
     """
+    check_bool(lower_is_better, "lower_is_better")
     dataset = getattr(batches, "dataset", None)
     judge = task_for(task, metric, lower_is_better=lower_is_better, dataset=dataset, model=model)
     runs = _Runs(model, judge, dense)

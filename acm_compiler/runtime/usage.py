@@ -15,7 +15,7 @@ from acm_compiler.acm.context import called, observed, only
 from acm_compiler.acm.intact import refuse_empty
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.sparse import kept_share
-from acm_compiler.errors import NothingRecorded, UsageError
+from acm_compiler.errors import NothingRecorded, UsageError, check_bool
 from acm_compiler.passes.find.count_macs import Work
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, rewritten
 from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, learner_macs
@@ -237,6 +237,7 @@ def record(model: nn.Module, *, macs: bool = True) -> AbstractContextManager[Usa
     all that is compiled runs as eager code meanwhile, in every thread, so that what it does can be counted.
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
+    check_bool(macs, "macs")
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
     found = rewritten(model)
     refuse_empty(found.acms)

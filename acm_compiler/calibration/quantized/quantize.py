@@ -19,7 +19,7 @@ from acm_compiler.calibration.examples import MaskOf, masked
 from acm_compiler.calibration.quantized.inputs import read_inputs
 from acm_compiler.calibration.quantized.round_learners import rounded_learners
 from acm_compiler.data.batch import check_tokens
-from acm_compiler.errors import UsageError, a_few_of
+from acm_compiler.errors import UsageError, a_few_of, check_bool
 from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, wholly_rewritten
 from acm_compiler.progress import Progress, Say, progress_of
@@ -62,6 +62,7 @@ def quantize(
     match nothing (SelectionError); DataError (no batches; a site that never ran), TrainingFailed (values that are not
     finite), SitesNotFitted, NotRewritten, CompiledModelError. On an error the model is as it was.
     """
+    check_bool(rest, "rest")
     examples = None if batches is None else masked(batches, mask)
     return quantize_on(
         model, to, examples, rest=rest, include=include, exclude=exclude, tokens=tokens, progress=progress

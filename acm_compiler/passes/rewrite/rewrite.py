@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from acm_compiler.acm import ACM
-from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, UsageError
+from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, UsageError, check_bool
 from acm_compiler.passes.capture.global_state import enclosed
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
@@ -77,6 +77,7 @@ def rewrite(
     NothingToConvert for a plan without sites, StorageError for a folder that cannot be written, and UsageError for
     inference tensors that `inplace` would keep.
     """
+    check_bool(inplace, "inplace")
     _check_live(model, plan)
     if inplace:
         refuse_inference_tensors(model)

@@ -204,6 +204,12 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3, least: float = 0
     return difflib.get_close_matches(name, list(known), n=count, cutoff=least)
 
 
+def counted(number: int, noun: str) -> str:
+    """Thousands apart, and the noun in its number: 10,800 examples, 1 batch."""
+    plural = "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
 def a_few_of(names: Sequence[str], most: int = 3) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

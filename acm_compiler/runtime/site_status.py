@@ -9,6 +9,7 @@ from torch import nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.intact import refuse_empty
+from acm_compiler.errors import counted
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.runtime.control import Gated, is_held, run_mode
 
@@ -65,8 +66,8 @@ class Status:
     @property
     def weights(self) -> str:
         """The type of the learners' weights, and of others that share it, in one line."""
-        others = f", and {self.rest} linears outside of ACMs" if self.rest else ""
-        but = f", but floats at {self.floats} of {len(self.sites)} sites" if self.floats else ""
+        others = f", and {counted(self.rest, 'linear')} outside of ACMs" if self.rest else ""
+        but = f", but floats at {self.floats} of {counted(len(self.sites), 'site')}" if self.floats else ""
         return f"learners: {self.quantized or 'floats'}{but}{others}"
 
     @property

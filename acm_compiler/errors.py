@@ -191,11 +191,23 @@ class CompiledModelError(AcmError):
     """The request needs the eager model, but a compiled one was given."""
 
 
+def check_bool(value: object, name: str) -> None:
+    """UsageError unless the argument `name` is True or False: texts such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} must be True or False", found=repr(value))
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 3, least: float = 0.5) -> list[str]:
     """The `count` known names most like `name`, best first; none that is less alike than `least`."""
     import difflib  # not before something is misspelt
 
     return difflib.get_close_matches(name, list(known), n=count, cutoff=least)
+
+
+def counted(number: int, noun: str) -> str:
+    """Thousands apart, and the noun in its number: 10,800 examples, 1 batch."""
+    plural = "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def a_few_of(names: Sequence[str], most: int = 3) -> str:

@@ -117,6 +117,20 @@ VALUES = {
         "^gradient_tokens must count tokens",
     ),
     "evaluate's fixed_k": (lambda made: evaluated(made, fixed_k=2), "fixed_k must be True, False or None"),
+    **{
+        f"{name}'s {key}": (call, f"{key}.*(must be True or False.*|)found 'yes'")
+        for (name, key), call in {
+            ("plan", "lossless"): lambda made: acm.plan(made[0], made[1], lossless="yes"),
+            ("rewrite", "inplace"): lambda made: acm.rewrite(made[0], made[2], inplace="yes"),
+            ("quantize", "rest"): lambda made: acm.quantize(made[3], rest="yes"),
+            ("record", "macs"): lambda made: acm.record(made[3], macs="yes"),
+            ("batch", "skip_padding"): lambda made: acm.batch(made[3], skip_padding="yes").__enter__(),
+            ("evaluate", "lower_is_better"): lambda made: evaluated(made, lower_is_better="yes"),
+            ("save", "among_others"): lambda made: acm.save(made[3], made[4], among_others="yes"),
+            ("load", "allow_code"): lambda made: acm.load(made[4], allow_code="yes"),
+            ("export", "per_example"): lambda made: acm.export(made[3], made[4], made[1], per_example="yes"),
+        }.items()
+    },
     "a task's key": (
         lambda made: evaluated(made, metric=None, task={"kind": "classify", "foo": 1}),
         r"classify\.foo: unknown key",

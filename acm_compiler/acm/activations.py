@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from acm_compiler.errors import UsageError, did_you_mean
+from acm_compiler.errors import UsageError, counted, did_you_mean
 from acm_compiler.site import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
@@ -89,7 +89,7 @@ def _compile_call(name: str, args: list[ast.expr], act: str) -> Callable[[Tensor
         return lambda x: function(inner(x), *numbers)
     functions = sorted(POINTWISE.keys() | _BINARY.keys())
     raise UsageError(
-        f"activation {act!r}: {name} with {len(parts)} arguments{did_you_mean(name, functions)}",
+        f"activation {act!r}: {name} with {counted(len(parts), 'argument')}{did_you_mean(name, functions)}",
         expected=f"one of {', '.join(functions)}",
     )
 

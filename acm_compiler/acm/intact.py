@@ -141,6 +141,17 @@ def refuse_meta(acms: Mapping[str, nn.Module], request: str) -> None:
             )
 
 
+def refuse_empty(acms: Mapping[str, Any]) -> None:
+    """Raise UsageError where these ACMs, by name, are on meta with what they choose k by: they cannot be asked or run.
+
+    Those whose weights alone are on meta, by another library's offload, can.
+    """
+    for name, acm in acms.items():
+        if acm.k_lo.is_meta:
+            fix = "load the weights first: acm.load(directory), or acm.rewrite of a model that has its weights"
+            raise UsageError("this model has no weights: it is on the meta device", where=name, fix=fix)
+
+
 def refuse_in_parts(model: nn.Module, request: str) -> None:
     """Raise UsageError where each process holds a part of the model, and `request` needs all of it."""
     if parts := in_parts(model):

@@ -18,7 +18,7 @@ from acm_compiler.acm import ops
 from acm_compiler.acm.context import keep_graph_order
 from acm_compiler.acm.steps import STEPS
 from acm_compiler.codegen import cpu
-from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, did_you_mean
+from acm_compiler.errors import AcmError, KernelUnavailable, UsageError, counted, did_you_mean
 from acm_compiler.files import dump
 from acm_compiler.passes.lower.acm_nodes import GATED, acm_nodes, learners_nodes
 from acm_compiler.passes.lower.bfloat16_attention import bfloat16_attention
@@ -92,7 +92,8 @@ def _compile(graph_module: fx.GraphModule, example_inputs: list[Any], mode: str 
     _announce(lowered, own["fallback"])
     if lowered and patches.get("freezing", torch._inductor.config.freezing) and not torch.is_grad_enabled():
         _announce_freezing(any(True for _ in graph_module.parameters()))
-    dump("40_lowered.py", lambda: f"# {len(lowered)} ACMs, by the passes of backend 'acm'\n{graph_module.code}")
+    head = f"# {counted(len(lowered), 'ACM')}, by the passes of backend 'acm'"
+    dump("40_lowered.py", lambda: f"{head}\n{graph_module.code}")
     if any(node.target is STEPS for node in graph_module.graph.nodes):
         patches = {**_UNASKED, **patches}
     if _lacks_compiler(example_inputs, patches, own["fallback"]):
@@ -236,9 +237,8 @@ def _announce(lowered: tuple[Lowered, ...], fallback: str) -> None:
         return
     behind = [acm for acm in lowered if acm.reason is not None]
     kernels = len(lowered) - len(behind)
-    _LOG.info(
-        "graph with %d ACMs: %d by kernels, %d wholly or in part by the reference", len(lowered), kernels, len(behind)
-    )
+    acms = counted(len(lowered), "ACM")
+    _LOG.info("graph with %s: %d by kernels, %d wholly or in part by the reference", acms, kernels, len(behind))
     asked = env.kernel() == "reference"
     for acm in behind:
         if fallback == "error" and not asked:

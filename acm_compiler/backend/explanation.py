@@ -25,7 +25,7 @@ from torch.utils._traceback import shorten_filename
 from acm_compiler.acm import ACM
 from acm_compiler.acm.context import DENSE_PREFIXES
 from acm_compiler.backend import OPTIONS, lower
-from acm_compiler.errors import AcmError, UsageError
+from acm_compiler.errors import AcmError, UsageError, counted
 from acm_compiler.passes.lower.verify import Lowered
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.sources.inputs import split_inputs
@@ -121,9 +121,9 @@ class Explanation:
         often = max(calls.values(), default=1) > 1
         headers = ["site", "runs on", "fused with", "why", "line"] + ["calls"] * often
         table = tabulate([[*row, *[count] * often] for row, count in calls.items()], headers=headers)
-        others = f" and {self.linears} quantised linears" if self.linears else ""
+        others = f" and {counted(self.linears, 'quantised linear')}" if self.linears else ""
         acms = len({site for site, *_ in calls}) - self.linears
-        graphs = f"{acms} ACMs{others} in {self.graphs} graph{'s' * (self.graphs != 1)}"
+        graphs = f"{counted(acms, 'ACM')}{others} in {counted(self.graphs, 'graph')}"
         asked = "".join(f"\n  {condition}" for condition in self.conditions)
         return f"{table}\n{graphs}" + (f", compiled with dynamic=True for inputs with{asked}" if asked else "")
 

@@ -22,7 +22,7 @@ from acm_compiler.calibration.learners.fit_learners import ENOUGH_TOKENS
 from acm_compiler.calibration.learners.slices import Fit, fit_pairs
 from acm_compiler.calibration.observe import PassTotals, observe, reading
 from acm_compiler.calibration.records import SiteRecord
-from acm_compiler.errors import TrainingFailed
+from acm_compiler.errors import TrainingFailed, a_few_of, counted
 from acm_compiler.passes.rewrite.build_acm import fitted_learners
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
@@ -75,7 +75,7 @@ def fit_all(
         progress.finish(_amount_read(seen, records, options) + passes)
         progress.part("site", len(planned), done=len(fitted))
         fitted += _fit_group(found, records, examples, seen, options, progress)
-        progress.finish(f"learners and gates of {len(fitted)} of {len(planned)} sites fitted")
+        progress.finish(f"learners and gates of {len(fitted)} of {counted(len(planned), 'site')} fitted")
     order = {site.name: place for place, site in enumerate(planned)}
     fitted.sort(key=lambda fit: order[fit.site.name])
     _warn_of_few_tokens(planned, fitted)
@@ -129,7 +129,7 @@ def _read(found: Rewritten, examples: Examples, records: Records, options: Optio
 
     def report(number: int) -> None:
         least = min(record.tokens for record in records.values())
-        progress.advance("1 batch" if number == 1 else f"{number} batches", to=min(least, options.tokens))
+        progress.advance(counted(number, "batch"), to=min(least, options.tokens))
 
     progress.part("token", options.tokens)
     batches: Iterator[Example] = (
@@ -172,9 +172,9 @@ def _amount_read(seen: PassTotals, records: Records, options: Options) -> str:
     """Examples and tokens of a pass, as text."""
     tokens = [record.tokens for record in records.values()]
     least, most = min(tokens), max(tokens)
-    each = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    each = counted(least, "token") if least == most else f"{least:,} to {counted(most, 'token')}"
     fewer = f", fewer than the {options.tokens:,} asked for," if most < options.tokens else ""
-    return f"read {seen.examples:,} examples, {each} tokens{fewer} at each of {len(records)} sites"
+    return f"read {counted(seen.examples, 'example')}, {each}{fewer} at each of {counted(len(records), 'site')}"
 
 
 def _fit_group(
@@ -288,10 +288,10 @@ def _warn_of_few_tokens(planned: Sequence[PlannedSite], fitted: Sequence[FittedS
         fit.site for site, fit in zip(planned, fitted, strict=True) if site.second_layer != fit.site.second_layer
     ]
     if given_up:
-        widest = max(site.dense_width or 0 for site in given_up)
+        widest, named = max(site.dense_width or 0 for site in given_up), a_few_of([site.name for site in given_up], 1)
         warnings.warn(
-            f"too few tokens to refit the second layer of {len(given_up)} MLP sites ({given_up[0].name}, ...): they "
-            f"keep the original one, which is worse below k = N; {ENOUGH_TOKENS * widest} tokens are the "
+            f"too few tokens to refit the second layer of {counted(len(given_up), 'MLP site')} ({named}): "
+            f"the original one is kept, which is worse below k = N; {ENOUGH_TOKENS * widest} tokens are the "
             f"minimum, {5 * widest} are enough",
             stacklevel=5,
         )

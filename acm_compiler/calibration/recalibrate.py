@@ -9,11 +9,11 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from acm_compiler.acm.intact import refuse_skips
+from acm_compiler.acm.intact import refuse_empty, refuse_skips
 from acm_compiler.calibration.answer import run
 from acm_compiler.calibration.examples import Examples, MaskOf, masked
 from acm_compiler.data.batch import check_tokens
-from acm_compiler.errors import NoBudgetTable, NothingRecorded
+from acm_compiler.errors import NoBudgetTable, NothingRecorded, counted
 from acm_compiler.passes.rewrite.conversion import (
     BudgetTable,
     Rewritten,
@@ -47,7 +47,7 @@ class MeasuredBudgets(BudgetTable):
         ]
         table = tabulate(rows, headers=["budget reached", "share of the model", "knob"], disable_numparse=True)
         missing = "".join(f"\nno knob leads to budgets from {low:.3f} to the next" for low in self.jumps)
-        return f"{table}\nmeasured on {self.examples} examples; 1, all learners, needs no knob{missing}"
+        return f"{table}\nmeasured on {counted(self.examples, 'example')}; 1, all learners, needs no knob{missing}"
 
 
 def recalibrate(
@@ -69,6 +69,7 @@ def recalibrate(
     """
     refuse_compiled(model, "calibrated")
     found = wholly_rewritten(model, "calibration")
+    refuse_empty(found.acms)
     refuse_skips(found.acms, "recalibration")
     owner, asked = found.owner, shares_of(found.owner, budgets)
     check_tokens(tokens)

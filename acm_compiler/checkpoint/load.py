@@ -24,7 +24,7 @@ from acm_compiler.checkpoint.hf_files import restore_generation
 from acm_compiler.checkpoint.save import digest, file_digest, graph_digest
 from acm_compiler.checkpoint.source import first_difference, other_functions
 from acm_compiler.checkpoint.tensors import Stored, fill, left_on_meta, read_tensors, renew_run_time
-from acm_compiler.errors import PlanMismatch, StorageError
+from acm_compiler.errors import PlanMismatch, StorageError, check_bool
 from acm_compiler.evaluation.times import load_times
 from acm_compiler.files import folder_at, parse_json
 from acm_compiler.passes.rewrite.build_acm import mark_initialized
@@ -71,6 +71,7 @@ def load(
     directory is imported.
     Raises StorageError, PlanMismatch for a base model of another structure, ModelSourceError.
     """
+    check_bool(allow_code, "allow_code")
     folder = folder_at(directory)
     description, plan, budgets = read_folder(folder)
     digests = description["digests"]

@@ -19,6 +19,7 @@ from acm_compiler.checkpoint.folder import BUDGETS, INDEX, MODEL, PLAN, WEIGHTS,
 from acm_compiler.checkpoint.hf_files import hf_files, is_pretrained
 from acm_compiler.checkpoint.source import source_of, why_none
 from acm_compiler.checkpoint.tensors import collect, index_of, own_classes, shards, write_tensors
+from acm_compiler.errors import check_bool
 from acm_compiler.files import bytes_of, whole_file
 from acm_compiler.passes.rewrite.conversion import Conversion, rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
@@ -51,6 +52,7 @@ def save(
     Raises NotRewritten, UsageError for a part of a rewritten model, and StorageError for a folder that holds files of
     others or cannot be written.
     """
+    check_bool(among_others, "among_others")
     root = rewritten_root(model)
     with own_classes(root):
         _save(root, directory, checked_extra(extra), among_others=among_others, max_shard_size=max_shard_size)

@@ -65,9 +65,9 @@ def _versions() -> dict[str, str | None]:
 def _devices() -> list[str]:
     import torch
 
-    from acm_compiler.evaluation.wording import count
+    from acm_compiler.errors import counted
 
-    cpu = f"cpu ({count(torch.get_num_threads(), 'thread')}, {torch.backends.cpu.get_cpu_capability()})"
+    cpu = f"cpu ({counted(torch.get_num_threads(), 'thread')}, {torch.backends.cpu.get_cpu_capability()})"
     cuda = [f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(torch.cuda.device_count())]
     return [cpu, *cuda]
 

@@ -126,7 +126,7 @@ def keep(run: SavedRun, found: Evaluation, output: Output, out: Path | None = No
     """Write `eval.json`, or what holds evaluations on other data than the run's own: with the budgets that it has
     already, if they were measured on the same examples, and not at all if those were more. A folder that cannot be
     written to is no failure, since the result is printed. out: a file to write the result alone to, in place of it."""
-    from acm_compiler.errors import StorageError
+    from acm_compiler.errors import StorageError, counted
     from acm_compiler.evaluation.results import FILE, joined, load_evaluation, save_evaluation
     from acm_compiler.files import write_file
 
@@ -138,14 +138,14 @@ def keep(run: SavedRun, found: Evaluation, output: Output, out: Path | None = No
         before = load_evaluation(run.directory, file.name)
         whole = found if before is None else joined(before, found)
         if before is not None and whole is None and before.subject in (None, found.subject) and before.n > found.n:
-            output.note(f"{file} stays as it was: it was measured on {before.n:,} examples")
+            output.note(f"{file} stays as it was: it was measured on {counted(before.n, 'example')}")
             return
         save_evaluation(run.directory, whole or found, file.name)
     except StorageError as error:
         output.warn(str(error))
         return
     if before is not None and whole is None:
-        shown = f"budgets {_listed(before)} on {before.n:,} examples"
+        shown = f"budgets {_listed(before)} on {counted(before.n, 'example')}"
         output.note(f"{file} held {shown}, on other examples or not of this model: it is replaced")
     elif whole is not None and len(whole.budgets) > len(found.budgets):
         output.note(f"{file} keeps what was measured before beside this: budgets {_listed(whole)}")

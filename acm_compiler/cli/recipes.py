@@ -83,6 +83,7 @@ def validate(
     out = Output(json=json)
     try:
         loaded = load_recipe(recipe, overrides or ())
+        _check_functions(loaded)
         unknown = [*_check_model(loaded), *_check_tokenizers(loaded)]
     except RecipeError as error:
         found = {"valid": False, "problems": list(error.problems), "notes": [], "error": error_facts(error)}
@@ -135,6 +136,27 @@ def _check_model(loaded: Recipe) -> list[str]:
     except UsageError as error:
         raise RecipeError([f"{place}: {str(error).partition(chr(10))[0]}"], fix=error.fix) from error
     return []
+
+
+def _check_functions(loaded: Recipe) -> None:
+    """RecipeError for functions that are not there: modules are imported only where a look at files finds none."""
+    from acm_compiler.errors import AcmError, RecipeError
+    from acm_compiler.recipe.load import named_functions
+    from acm_compiler.recipe.lookup import is_defined
+
+    problems, fix = [], None
+    for path, name in named_functions(loaded):
+        if is_defined(name):
+            continue
+        from acm_compiler.sources.from_python import find_function
+
+        try:
+            find_function(name)
+        except AcmError as error:
+            problems.append(f"{loaded.place(*path)}: {str(error).partition(chr(10))[0]}")
+            fix = fix or error.fix
+    if problems:
+        raise RecipeError(problems, fix=fix)
 
 
 def _check_tokenizers(loaded: Recipe) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from acm_compiler.cli.eval import keep, measure
 from acm_compiler.cli.options import BaseOption, CodeOption, DataOption, DirArgument, JsonOption, TaskOption
 from acm_compiler.cli.output import Output
-from acm_compiler.runs.given import Given
+from acm_compiler.runs.given import Given, refuse_missing
 
 if TYPE_CHECKING:
     from acm_compiler.evaluation.comparison import Comparison
@@ -45,6 +45,9 @@ def report(
     require_matplotlib()
     target = directory / "report" if out is None else out
     output = Output(json=json)
+    refuse_missing(directory)
+    # a file that cannot be read is said before anything is loaded, which would warn of it, and measured
+    timed, compared = times.load_times(directory), comparison.load_comparison(directory)
     run = open_saved_run(directory, given=Given.read(task, data, base_model), allow_code=allow_code)
     found = _evaluation(run, output)
     loads = _loads(run, found)
@@ -60,10 +63,8 @@ def report(
             plan=conversion(run.model).plan,
             damages=known_damages(run.model),
             loads=loads,
-            times=_unless_stale(times.load_times(directory), directory / times.FILE, "bench", (here,), output),
-            comparison=_unless_stale(
-                comparison.load_comparison(directory), directory / comparison.FILE, "compare", (here, None), output
-            ),
+            times=_unless_stale(timed, directory / times.FILE, "bench", (here,), output),
+            comparison=_unless_stale(compared, directory / comparison.FILE, "compare", (here, None), output),
         ),
     )
     output.say(f"wrote {page}, and its charts as PNG and SVG beside it")

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from acm_compiler.data.batch import Batch, assemble, left_out
 from acm_compiler.data.draws import derive, seeded
-from acm_compiler.errors import AcmError, DataError, UsageError, excluded_text
+from acm_compiler.errors import AcmError, DataError, UsageError, counted, excluded_text
 from acm_compiler.sources.user_code import is_users, users_code
 
 _ORDER, _EXAMPLE, _MIX = 1, 2, 3  # what a seed is for
@@ -58,7 +58,7 @@ class BatchStream:
             raise DataError(
                 "the data set does not fill one batch",
                 where=name,
-                found=f"{examples} examples",
+                found=counted(examples, "example"),
                 expected=f"at least {self.batch}",
                 fix="use a smaller batch, or more data",
             )

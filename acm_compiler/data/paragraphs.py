@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from acm_compiler.data.draws import derive
-from acm_compiler.errors import DataError
+from acm_compiler.errors import DataError, counted
 from acm_compiler.recipe.load import installed_path
 
 _PROSE = (".md", ".rst", ".txt")
@@ -163,18 +163,14 @@ def _nothing_found(root: str | None, split: str, name: str | None) -> DataError:
     if not files:
         what, found, expected = "no text files", _content(Path(where)), f"files of {', '.join(_PROSE)}"
     elif None in flaws:
-        what, found = "no paragraphs", f"{flaws.count(None):,} in {_count(files, 'file')}, but of the other split"
+        what, found = "no paragraphs", f"{flaws.count(None):,} in {counted(len(files), 'file')}, but of the other split"
         expected = "texts of several sources"
         fix = "give more files: each is in one split, which its name draws (about a quarter are for eval)"
     else:
         left_out = [("not UTF-8", parts.count(None)), *Counter(flaws).most_common()]
-        counts = [_count(files, "file"), *(f"{flaw}: {count:,}" for flaw, count in left_out if count)]
+        counts = [counted(len(files), "file"), *(f"{flaw}: {count:,}" for flaw, count in left_out if count)]
         what, found = "no paragraphs of prose", ", ".join(counts)
     return DataError(f"{what} for data.{split}", where=where, found=found, expected=expected, fix=fix)
-
-
-def _count(things: Sequence[object], noun: str) -> str:
-    return f"{len(things):,} {noun}{'' if len(things) == 1 else 's'}"
 
 
 def _looked_at(root: str | None, name: str | None) -> tuple[str, list[Path]]:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.data.paragraphs import draw_paragraphs
-from acm_compiler.errors import DataError
+from acm_compiler.errors import DataError, counted
 from acm_compiler.recipe.datasets import TextData, TextRowsData
 from acm_compiler.recipe.lookup import SUFFIX, tokenizer_file
 from acm_compiler.sources.from_gguf import tokenizer_files
@@ -174,7 +174,7 @@ def _refuse_odd(values: Sequence[Any], good: Sequence[bool], config: TextRowsDat
     if not all(good):
         first, count = good.index(False), good.count(False)
         raise DataError(
-            f"{count} of {len(good)} rows have no {what}",
+            f"{count} of {counted(len(good), 'row')} have no {what}",
             where=config.rows,
             found=f"{values[first]!r} in row {first}",
             fix=fix,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from acm_compiler.errors import counted
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.passes.survey import Findings
@@ -36,7 +37,7 @@ class Advice:
         return asdict(self)
 
     def __str__(self) -> str:
-        number = f"{self.sites} more site{'s' if self.sites > 1 else ''}"
+        number = counted(self.sites, "more site")
         return (
             f"also converting {self.match} ({number}, {self.macs_share:.1%} of the model's MACs) would let the model "
             f"run at {self.model_share:.0%} of its MACs, {self.model_share_now:.0%} as planned"

@@ -10,6 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from acm_compiler.errors import counted
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import Interval, MetricResult, load_kept
 from acm_compiler.files import write_file
@@ -161,9 +162,9 @@ def _corrupted(found: Comparison) -> list[str]:
 
 def basis(found: Comparison) -> str:
     """A sentence on what the numbers are of."""
-    sources = "" if found.groups == found.n else f" from {wording.count(found.groups, 'source')}"
+    sources = "" if found.groups == found.n else f" from {counted(found.groups, 'source')}"
     return (
-        f"{found.metric.name} measured on {wording.count(found.n, 'example')}{sources}, ± half of a 95 % interval over "
+        f"{found.metric.name} measured on {counted(found.n, 'example')}{sources}, ± half of a 95 % interval over "
         "sources; budget and MACs: shares of the dense model's, executed, gates and routers included; to ACM: against "
         "ACMs at the same MACs, between two budgets each on a part of the examples"
     )
@@ -174,7 +175,7 @@ def notes(found: Comparison) -> list[str]:
     lines = [f"left out: {name}: {reason}" for name, reason in found.left_out.items()]
     if trained := [method for method in found.methods if method.steps]:
         names = ", ".join(method.name for method in trained)
-        lines.append(f"trained by {trained[0].steps:,} steps on the dense model's outputs: {names}")
+        lines.append(f"trained by {counted(trained[0].steps, 'step')} on the dense model's outputs: {names}")
     for method in found.methods:
         if method.unreached:
             out = ", ".join(wording.percent(budget, 0) for budget in method.unreached)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from acm_compiler.data import Batch, refuse_no_batches
 from acm_compiler.data.batch import sources_of
-from acm_compiler.errors import DataError, NoDenseRegion, UsageError
+from acm_compiler.errors import DataError, NoDenseRegion, UsageError, check_bool, counted
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, FixedResult, MetricResult
 from acm_compiler.evaluation.statistics import Sample, against_fixed
 from acm_compiler.evaluation.tally import Tally
@@ -69,6 +69,7 @@ def evaluate(
     Raises UsageError, DataError without examples, and before the first batch BudgetUnreachable, NoBudgetTable,
     SitesNotFitted.
     """
+    check_bool(lower_is_better, "lower_is_better")
     dataset = getattr(batches, "dataset", None)
     judge = task_for(task, metric, lower_is_better=lower_is_better, dataset=dataset, model=model)
     runs = _Runs(model, judge, dense)
@@ -148,6 +149,11 @@ class _Runs:
         self.device = acms[0].k_lo.device
         if dense is not None:
             refuse_no_module(dense, where="dense")
+            if not set(acms).isdisjoint(dense.modules()):
+                raise UsageError(
+                    "dense must be the model before conversion, got one with the same ACMs",
+                    fix="leave it out, to run the dense regions; or give a copy from before acm.rewrite(inplace=True)",
+                )
         self.dense_from: DenseFrom | None = "original" if dense is not None else None
         if dense is None and all(acm.dense is not None for acm in acms):
             self.dense_from = "regions"
@@ -188,7 +194,7 @@ class _Runs:
         if broken := int((~score_B.isfinite()).sum()):
             raise DataError(
                 f"scores of {self.task.metric} must be finite",
-                found=f"nan or infinity at {broken} of {len(score_B)} examples of a batch",
+                found=f"nan or infinity at {broken} of {counted(len(score_B), 'example')} of a batch",
                 fix="look for such values in the data and in what the model gives, or run it in a wider floating type; "
                 "examples that do not count have units of 0 and any number for a score",
             )
@@ -203,7 +209,7 @@ class _Runs:
         if not units_E.any():
             raise DataError(
                 "examples must hold something to score, got padding alone",
-                found=f"{len(units_E)} examples of 0 units of {self.task.metric}",
+                found=f"{counted(len(units_E), 'example')} of 0 units of {self.task.metric}",
                 fix="give longer texts, and an attention_mask that is 1 at real tokens",
             )
         return Sample(task=self.task, units_E=units_E, groups_E=torch.cat(self._groups))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tabulate import tabulate
 
-from acm_compiler.errors import excluded_text
+from acm_compiler.errors import counted, excluded_text
 from acm_compiler.planning.cost_table import unit_of
 
 if TYPE_CHECKING:
@@ -92,11 +92,6 @@ def budget_names(budgets: Iterable[float]) -> dict[float, str]:
     return names
 
 
-def count(number: int, noun: str) -> str:
-    """Thousands apart, and the noun in its number: 10,800 examples."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def versions_text(versions: Mapping[str, str]) -> str:
     """Versions that a measurement was made with: python 3.11.4, torch 2.14.1."""
     return ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -152,9 +147,9 @@ def _asked(budget: BudgetResult, names: Mapping[float, str]) -> str:
 
 
 def _basis(found: Evaluation) -> str:
-    sources = "" if found.groups == found.n else f" from {count(found.groups, 'source')}"
+    sources = "" if found.groups == found.n else f" from {counted(found.groups, 'source')}"
     return (
-        f"{found.metric.name} measured on {count(found.n, 'example')}{sources}, ± half of a 95 % interval "
+        f"{found.metric.name} measured on {counted(found.n, 'example')}{sources}, ± half of a 95 % interval "
         "over sources; MACs modelled: what these examples ran, gates included"
     )
 

@@ -96,7 +96,7 @@ def measured(found: Rewritten) -> BudgetTable:
         return found.owner.table
     raise UsageError(
         "no budget can be an input: the gates of this model have not been measured",
-        found=f"{len(dense)} sites without learners, such as {a_few_of(dense, 1)}" if dense else "no budget table",
+        found=f"no learners at {a_few_of(dense, 1)}" if dense else "no budget table",
         fix="acm.calibrate(model, batches), or a recipe's gate phase; or export one k: fixed_k=2 (--fixed-k 2)",
     )
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from acm_compiler.acm.intact import refuse_in_parts, refuse_skips
 from acm_compiler.checkpoint.folder import checked_extra
-from acm_compiler.errors import UsageError, did_you_mean, require_packages
+from acm_compiler.errors import UsageError, check_bool, did_you_mean, require_packages
 from acm_compiler.exporting import aoti, checkpoint, onnx
 from acm_compiler.exporting.calls import (
     Axes,
@@ -78,6 +78,7 @@ def export(
     Raises UsageError for what cannot be exported, SitesNotFitted, BudgetUnreachable, StorageError, NotRewritten,
     LayoutUnknown for budgets per example where a site's tokens cannot be told apart, VerificationFailed.
     """
+    check_bool(per_example, "per_example")
     folder = check_folder(path)
     check_format(format, fixed_k, budget, extra)
     files = checked_extra(extra)

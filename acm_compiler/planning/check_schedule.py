@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from acm_compiler.errors import LayoutUnknown, UsageError, did_you_mean, require_fitted
+from acm_compiler.errors import LayoutUnknown, UsageError, counted, did_you_mean, require_fitted
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.recipe.phases import Phase
 
@@ -53,7 +53,7 @@ def _refuse_slices(sites: Sequence[PlannedSite], sliced: Sequence[str], where: s
     certain = [site.name for site in sites if site.is_sliced]
     if certain and certain[0] not in sliced:
         raise UsageError(
-            f"{len(certain)} sites are to be slices, which calibrate alone can fit",
+            f"{counted(len(certain), 'site')} must become slices, which calibrate alone can fit",
             where=where,
             found=certain[0],
             fix="put a calibrate phase before it, or say form: svd at these sites",
@@ -68,8 +68,8 @@ def _refuse_slices(sites: Sequence[PlannedSite], sliced: Sequence[str], where: s
 
 def _gates_of_slices(sliced: Sequence[str], where: str) -> UsageError:
     return UsageError(
-        f"{len(sliced)} sites are slices after calibrate, or may become it: the unmodified network has no labels for "
-        "the gates of a basis of their own",
+        f"{counted(len(sliced), 'site')} will or may become slices in calibrate: the unmodified network has no labels "
+        "for the gates of a basis of their own",
         where=where,
         found=sliced[0],
         fix="leave the phase out, calibrate has fitted the gates; or say form: svd at these sites",

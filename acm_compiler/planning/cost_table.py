@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from acm_compiler.errors import a_few_of
+from acm_compiler.errors import a_few_of, counted
 
 if TYPE_CHECKING:
     from acm_compiler.planning.cost import CostReport, SiteCost
@@ -46,7 +46,7 @@ def _title(plan: Plan) -> str:
     source = plan.model.source
     name = f"{source['source']}:{source['name']}" if source else plan.model.cls
     tokens = max((site.tokens // plan.model.batch for site in plan.sites), default=0)
-    example = f"{plan.model.inputs} -> {tokens} tokens" if tokens else plan.model.inputs
+    example = f"{plan.model.inputs} -> {counted(tokens, 'token')}" if tokens else plan.model.inputs
     each = "MACs of one example; " if plan.model.batch > 1 else ""
     return f"{plan.model.cls.rpartition('.')[2]} ({name}), {example}      {each}{_CONVENTION}"
 
@@ -175,7 +175,7 @@ def _by_reason(entries: Iterable[Skip]) -> list[str]:
         names.setdefault(entry.reason, []).append(entry.name)
     texts = [f"{a_few_of(found, 1)} ({reason})" for reason, found in names.items()]
     hidden = len(texts) - _SHOWN_REASONS
-    return texts[:_SHOWN_REASONS] + ([f"{hidden} more reasons, see --json"] if hidden > 0 else [])
+    return texts[:_SHOWN_REASONS] + ([f"{counted(hidden, 'more reason')}, see --json"] if hidden > 0 else [])
 
 
 def _per_example(plan: Plan) -> tuple[str, float]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from acm_compiler.errors import SelectionError, UsageError, a_few_of, nearest
+from acm_compiler.errors import SelectionError, UsageError, a_few_of, counted, nearest
 from acm_compiler.planning.cost import dense_macs_per_token, size_limits
 from acm_compiler.planning.decisions import PlannedSite, SecondLayer
 from acm_compiler.recipe.schema import GateConfig, SiteRule
@@ -131,7 +131,7 @@ def select(found: Sequence[Site], match: str, *, where: str | None = None) -> li
         raise SelectionError(
             f"no site matches {match!r}",
             where=where,
-            found=f"{len(known)} sites: {_kinds(found)}",
+            found=f"{counted(len(known), 'site')}: {_kinds(found)}",
             fix=f"nearest: {', '.join(alike)}",
         )
     return names

@@ -27,6 +27,7 @@ from acm_compiler.recipe.schema import VERSION, Origin, Recipe
 from acm_compiler.recipe.tasks import TaskConfig
 
 _FREE_TEXT = ("description", "resolved")
+_WITH_PATTERNS = ("sites", "model", "run")
 _EXAMPLES = {"data": "python:my_module:my_data, or '{kind: imagefolder, root: PATH}'", "task": "classify"}
 
 
@@ -86,14 +87,33 @@ def _check(document: Document) -> tuple[Recipe | None, list[Problem]]:
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
         return None, find_problems(error, document, Recipe)
-    return recipe, list(_variable_faults(recipe, document))
+    return recipe, list(_faults_in_texts(recipe, document))
 
 
-def _variable_faults(recipe: Recipe, document: Document) -> Iterator[Problem]:
+def _faults_in_texts(recipe: Recipe, document: Document) -> Iterator[Problem]:
     for path, text, is_path in _texts(recipe):
         what = fault(text, is_path=is_path)
+        if what is None and path[0] in _WITH_PATTERNS and text.startswith("re:"):
+            what = _fault_in_pattern(text)
         if what is not None and path[0] not in _FREE_TEXT:
             yield Problem(document.place_of_value(path), f"{show_path(path)}: {what}")
+
+
+def _fault_in_pattern(text: str) -> str | None:
+    try:
+        re.compile(text.removeprefix("re:"))
+    except re.error as error:
+        return f"what follows re: must be a regular expression, got {text!r} ({error})"
+    return None
+
+
+def named_functions(recipe: Recipe) -> list[tuple[KeyPath, str]]:
+    """The functions that a recipe names, `python:package.module:function`, each with its path of keys."""
+    found: list[tuple[KeyPath, str]] = []
+    if recipe.model.source == "python":
+        found.append((("model", "name"), f"python:{recipe.model.name.removeprefix('python:')}"))
+    texts = ((path, text) for path, text, is_path in _texts(recipe) if path[-1] in ("kind", "rows") and not is_path)
+    return found + [(path, text) for path, text in texts if text.startswith("python:")]
 
 
 def _in_order(problems: Sequence[Problem]) -> list[str]:

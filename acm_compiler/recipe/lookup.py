@@ -1,9 +1,10 @@
-"""Models, GGUF files and tokenizers that recipes name, looked for without importing a package or reading a file."""
+"""Models, GGUF files, tokenizers and functions that recipes name, looked for without importing what holds them."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -128,6 +129,23 @@ def is_known(model: ModelConfig) -> bool:
     if found is None or dot:
         return False
     return model.weights in (None, "default") or f"\n    {model.weights} = Weights(" in found
+
+
+def is_defined(reference: str) -> bool:
+    """True if a quick look finds the definition of `python:package.module:function` in its module's file.
+
+    False is no answer: a module may import the function, or make it in another way.
+    """
+    module, _, name = reference.removeprefix("python:").partition(":")
+    parts = module.split(".")
+    spec = PathFinder.find_spec(parts[0])
+    for i in range(2, len(parts) + 1):  # importlib.util.find_spec would import the packages around the module
+        places = spec.submodule_search_locations if spec is not None else None
+        spec = PathFinder.find_spec(".".join(parts[:i]), places) if places else None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return False
+    definition = re.compile(rf"^(async def|def|class) {re.escape(name)}\b", re.MULTILINE)
+    return definition.search(Path(spec.origin).read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def is_installed(model: ModelConfig) -> bool:

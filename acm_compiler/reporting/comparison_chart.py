@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from acm_compiler.errors import counted
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.comparison import ACM, Comparison, MethodResult, basis, cells, headers, notes
 from acm_compiler.files import write_file
@@ -103,7 +104,7 @@ def comparison_facts(found: Comparison) -> dict[str, Any]:
         [list(cells(found, method, row)) for method, row in found.at(budget)] for budget in found.budgets
     ]
     words = [
-        f"Measured {found.date}: {wording.versions_text(found.versions)}, {wording.count(found.threads, 'thread')}.",
+        f"Measured {found.date}: {wording.versions_text(found.versions)}, {counted(found.threads, 'thread')}.",
         f"{basis(found)}.",
     ]
     words += [f"{note}." for note in notes(found)]

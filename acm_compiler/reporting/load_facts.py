@@ -86,10 +86,12 @@ _WORDS: dict[Places, tuple[str, str, str]] = {
 
 def map_facts(maps: LoadMaps, found: Evaluation) -> dict[str, Any]:
     """Images beside their load maps at several budgets."""
-    sites = f"the {maps.sites} of {maps.of_sites} sites whose tokens have a place in the image"
+    sites = f"all {maps.sites} sites" if maps.sites > 1 else "the one site"
+    if maps.sites < maps.of_sites:
+        sites = f"the {maps.sites} of {maps.of_sites} sites whose tokens have a place in the image"
     whole = any(b.asked not in maps.loads and b.asked >= 1 for b in found.budgets)
     return {
-        "sites": f"all {maps.sites} sites" if maps.sites == maps.of_sites else sites,
+        "sites": sites,
         "caption": "At budget 1 every patch runs all learners, so it has no map." if whole else "",
         "headers": ["image", *(found.names[budget] for budget in maps.loads)],
         "rows": [_row(maps, example, found.names) for example in range(len(maps.pictures))],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from acm_compiler.errors import excluded_text
+from acm_compiler.errors import counted, excluded_text
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import BudgetResult, DenseFrom, Evaluation, Result, SiteUse
 from acm_compiler.evaluation.statistics import DRAWS
@@ -60,7 +60,7 @@ def _facts(found: Evaluation, best: BudgetResult) -> list[tuple[str, str, str]]:
     facts = [
         ("Budget asked", found.names[best.asked], f"reached {best.reached:.3f} of the learners' MACs"),
         ("Cost, modelled", wording.percent(best.model_share), spread),
-        (f"{name.capitalize()}, measured", wording.score(best.metric, found.metric), wording.count(found.n, "example")),
+        (f"{name.capitalize()}, measured", wording.score(best.metric, found.metric), counted(found.n, "example")),
     ]
     if best.difference is not None:
         low, high = (wording.signed(value, found.metric) for value in (best.difference.low, best.difference.high))
@@ -123,7 +123,7 @@ def site_facts(report: Report) -> dict[str, Any]:
     headers += ["kind", "learners", "k", "share of all MACs"]
     rows = [_row(report, index, site.name.removeprefix(shared), compared) for index, site in enumerate(sites)]
     return {
-        "count": wording.count(len(rows), "site"),
+        "count": counted(len(rows), "site"),
         "prefix": shared,
         "legend": key_of_k([site.learners for site in sites]),
         "table": Table("sites", headers, [rows], wide=True),
@@ -208,7 +208,7 @@ def method_facts(report: Report) -> dict[str, str]:
 def _measured(found: Evaluation) -> str:
     what = f"{found.metric.name.capitalize()} of {found.model.rpartition('.')[2]}"
     excluded = f" Excluded examples, which count nowhere: {excluded_text(found.left_out)}." if found.left_out else ""
-    examples = wording.count(found.n, "example")
+    examples = counted(found.n, "example")
     return f"{what} on {examples}, every budget on the same ones, and the k that each token ran.{excluded}"
 
 
@@ -227,7 +227,7 @@ def _intervals(found: Evaluation) -> str:
     if found.groups == found.n:
         drawn = "the examples"
     else:
-        drawn = f"the {wording.count(found.groups, 'source')} that the examples come from"
+        drawn = f"the {counted(found.groups, 'source')} that the examples come from"
     return (
         f"95 % bootstrap intervals, {DRAWS:,} draws of {drawn}. Differences to the dense model are paired: "
         "both ran on the same examples."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from acm_compiler.errors import counted
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.times import BASE, OURS, Row, Times
 from acm_compiler.reporting.contents import Cell, Table
@@ -58,7 +59,7 @@ def time_facts(times: Times) -> dict[str, Any]:
 
 
 def _caption(times: Times) -> str:
-    machine = f"{times.device}, {wording.count(times.threads, 'thread')}, {times.clock}"
+    machine = f"{times.device}, {counted(times.threads, 'thread')}, {times.clock}"
     return (
         f"Measured {times.date}: {machine}; {wording.versions_text(times.versions)}. "
         f"Bars: quartiles over rounds. {_break_even(times)} "

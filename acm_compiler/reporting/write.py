@@ -15,8 +15,7 @@ from torch import nn
 
 from acm_compiler.calibration.recalibrate import known_damages
 from acm_compiler.data.batch import size_of
-from acm_compiler.errors import StorageError, UsageError
-from acm_compiler.evaluation import wording
+from acm_compiler.errors import StorageError, UsageError, counted
 from acm_compiler.evaluation.loads import Loads, find_loads
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.files import folder_at, storing, write_file
@@ -144,7 +143,7 @@ def _pictures(report: Report, files: dict[str, bytes]) -> dict[str, Image]:
     found, times, clips = report.evaluation, report.times, report.loads.clips
     alts = {"accuracy_over_cost": cost_alt(found)}
     if clips is not None:
-        alts["load_over_time"] = f"load over time of {wording.count(len(clips.clips), 'clip')}"
+        alts["load_over_time"] = f"load over time of {counted(len(clips.clips), 'clip')}"
     if times is not None:
         alts["time_over_budget"] = time_alt(times)
     if report.comparison is not None:

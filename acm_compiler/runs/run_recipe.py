@@ -17,7 +17,7 @@ from acm_compiler.calibration.quantized.quantize import quantize_on
 from acm_compiler.checkpoint import save
 from acm_compiler.data import BatchStream, count_examples
 from acm_compiler.data.batch import Facts
-from acm_compiler.errors import DataError, UsageError
+from acm_compiler.errors import DataError, UsageError, counted
 from acm_compiler.evaluation.results import Evaluation, load_evaluation, save_evaluation
 from acm_compiler.passes.rewrite.conversion import EvaluatedBudget, conversion, rewritten
 from acm_compiler.planning.check_schedule import check_phase
@@ -267,8 +267,8 @@ class RecipeRun(OpenedRecipe):
         """The finished model at every budget of the recipe, beside the dense one and beside every fixed k."""
         began, on = monotonic(), dense.to(self.machine.device)
         found = self.measure(model, on, self.task, say=self.say, note=self.say, workers=self.run.workers)
-        settings = f"{len(found.budgets)} budgets, at {len(found.fixed)} fixed k, and dense"
-        self.say(f"evaluate: {found.n:,} examples at {settings}, {duration(monotonic() - began)}")
+        settings = f"{counted(len(found.budgets), 'budget')}, at {len(found.fixed)} fixed k, and dense"
+        self.say(f"evaluate: {counted(found.n, 'example')} at {settings}, {duration(monotonic() - began)}")
         return found
 
     def _stream(self, **sizes: int) -> BatchStream:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm.context import Said, batch_held, batch_of
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import UsageError, check_bool
 from acm_compiler.passes.rewrite.conversion import Rewritten, rewritten, wholly_rewritten
 from acm_compiler.runtime.budgets import setting_of
 from acm_compiler.runtime.control import highest_k, refuse_unfitted
@@ -46,6 +46,7 @@ def batch(
     if mask is not None and mask.is_floating_point() and bool((mask < 0).any()):
         fix = "acm.batch(model, mask=mask == 0): what is added to scores is 0 where a token is real"
         raise UsageError("mask must be 0 at padding, and more at real tokens", found="numbers below 0", fix=fix)
+    check_bool(skip_padding, "skip_padding")
     if skip_padding and mask is None:
         raise UsageError("skip_padding needs a mask, which says what padding is", fix="acm.batch(model, mask=mask, …)")
     said = {} if budgets is None else _settings(model, budgets)

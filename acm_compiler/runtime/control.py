@@ -14,7 +14,7 @@ from typing import overload
 from torch import nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.acm.intact import refuse_quantized
+from acm_compiler.acm.intact import refuse_empty, refuse_quantized
 from acm_compiler.acm.module import Phase
 from acm_compiler.errors import LayoutUnknown, NoBudgetTable, UsageError, require_fitted
 from acm_compiler.passes.rewrite.conversion import Conversion, Rewritten, rewritten, wholly_rewritten
@@ -65,6 +65,7 @@ def set_k(model: nn.Module, k: int | None) -> None:
     without fitted learners exist and `k` is below N; FixedBudget as `set_budget`.
     """
     found = rewritten(model)
+    refuse_empty(found.acms)
     if k is None:
         _hand_to_gates(found)
         return
@@ -121,6 +122,7 @@ def set_budget(
     for exported graphs and for models frozen for good, UsageError for a part of a rewritten model.
     """
     found = wholly_rewritten(model, "a budget")
+    refuse_empty(found.acms)
     owner = found.owner
     if cap is not None and not (is_number(cap) and 0 < cap <= 1):
         raise UsageError("cap must be a share of N in (0, 1]", found=repr(cap))

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from acm_compiler.errors import DataError
+from acm_compiler.acm.intact import refuse_empty
+from acm_compiler.errors import DataError, counted
 from acm_compiler.passes.rewrite.conversion import BudgetPoint, BudgetTable, Rewritten, rewritten
 from acm_compiler.progress import Progress
 from acm_compiler.runtime.budgets import NEAR
@@ -68,7 +69,7 @@ def fill_table(
     with undisturbed(found):
         progress.part("batch", 2 * len(examples))
         search = _Search(trials, progress)
-        progress.finish(f"fewest and all learners run on {trials.count} examples")
+        progress.finish(f"fewest and all learners run on {counted(trials.count, 'example')}")
         most, least = (row.share for row in search.rows())
         exactly = dict.fromkeys(budgets, NEAR) | {least + NEAR: NEAR / 2}
         # those in the middle first: each is looked for between the ones before it
@@ -85,7 +86,8 @@ def fill_table(
     if jumps:
         _LOG.info("shares that no setting reaches follow %s", ", ".join(f"{share:.3f}" for share in jumps))
     found.owner.table = table
-    progress.finish(f"budget table {table.points[0].share:.3f} to 1, measured on {table.examples} examples")
+    measured = f"measured on {counted(table.examples, 'example')}"
+    progress.finish(f"budget table {table.points[0].share:.3f} to 1, {measured}")
     return table
 
 
@@ -196,6 +198,7 @@ class _Search:
 @contextmanager
 def undisturbed(found: Rewritten) -> Iterator[None]:
     """Eval mode without gradients; the mode, the choices, the budget and the cap set come back at the end."""
+    refuse_empty(found.acms)
     owner, choices = found.owner, {acm: acm.run_time() for acm in found.acms.values()}
     budget, cap = owner.budget, owner.cap
     try:

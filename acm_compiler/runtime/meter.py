@@ -10,8 +10,9 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from acm_compiler.acm.intact import refuse_empty
 from acm_compiler.acm.module import COUNTS
-from acm_compiler.errors import NothingRecorded, NotRewritten, UsageError
+from acm_compiler.errors import NothingRecorded, NotRewritten, UsageError, counted
 from acm_compiler.passes.rewrite.conversion import Conversion, refuse_no_module, rewritten
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.plan import Plan
@@ -123,7 +124,7 @@ class Meter:
         return f"share {self.share:.3f} reached{promised}\n{table}"
 
     def __repr__(self) -> str:
-        return f"<Meter of {len(self._counts)} sites: {str(self).partition(chr(10))[0]}>"
+        return f"<Meter of {counted(len(self._counts), 'site')}: {str(self).partition(chr(10))[0]}>"
 
 
 def meter(model: nn.Module, *, plan: Plan | None = None) -> Meter:
@@ -139,6 +140,7 @@ def meter(model: nn.Module, *, plan: Plan | None = None) -> Meter:
             raise UsageError("plan must be a plan", found=type(plan).__name__, fix="acm.Plan.from_json(text)")
         return Meter(plan, _counters_in(model, plan), None, model)
     found = rewritten(model)
+    refuse_empty(found.acms)
     for acm in found.acms.values():
         if acm.counts is None:
             acm.counts = torch.zeros(acm.count + 1, dtype=torch.int64, device=acm.k_lo.device)
@@ -161,7 +163,7 @@ def _counters_in(module: nn.Module, plan: Plan) -> dict[str, Tensor]:
     if len(found) < len(plan.sites):
         raise NotRewritten(
             "this module holds no counters",
-            found=f"{len(found)} of {len(plan.sites)} sites",
+            found=f"{len(found)} of {counted(len(plan.sites), 'site')}",
             fix="call acm.meter(model) before the model is exported",
         )
     return found

@@ -8,6 +8,8 @@ from tabulate import tabulate
 from torch import nn
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.intact import refuse_empty
+from acm_compiler.errors import counted
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.runtime.control import Gated, is_held, run_mode
 
@@ -64,8 +66,8 @@ class Status:
     @property
     def weights(self) -> str:
         """The type of the learners' weights, and of others that share it, in one line."""
-        others = f", and {self.rest} linears outside of ACMs" if self.rest else ""
-        but = f", but floats at {self.floats} of {len(self.sites)} sites" if self.floats else ""
+        others = f", and {counted(self.rest, 'linear')} outside of ACMs" if self.rest else ""
+        but = f", but floats at {self.floats} of {counted(len(self.sites), 'site')}" if self.floats else ""
         return f"learners: {self.quantized or 'floats'}{but}{others}"
 
     @property
@@ -106,6 +108,7 @@ def _mode_text(acm: ACM) -> str:
 def status(model: nn.Module) -> Status:
     """Table of each site and its current choices; NotRewritten when there are none."""
     found = rewritten(model)
+    refuse_empty(found.acms)
     owner = found.owner
     rows = []
     for name, acm in found.acms.items():

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, tokens
 from acm_compiler.acm.context import called, observed, only
+from acm_compiler.acm.intact import refuse_empty
 from acm_compiler.acm.precision import to_float64
 from acm_compiler.acm.sparse import kept_share
-from acm_compiler.errors import NothingRecorded, UsageError
+from acm_compiler.errors import NothingRecorded, UsageError, check_bool, counted
 from acm_compiler.passes.find.count_macs import Work
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, rewritten
 from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, learner_macs
@@ -177,12 +178,14 @@ class Usage:
         """The budget reached, and a row for every site."""
         if not self._calls:
             return "usage: no forward recorded yet"
+        if not len(self.shares):
+            return "usage: no example recorded yet: the calls were of empty batches"
         rows = []
         for name, k_BS in self.k.items():
             real = k_BS[k_BS != PADDING].float()
             mean = f"{float(real.mean()):.2f}" if real.numel() else "-"
             rows.append([name, mean, self._plan.site(name).learners, real.numel()])
-        head = f"budget {self.budget:.3f} reached over {len(self.real_shares)} examples"
+        head = f"budget {self.budget:.3f} reached over {counted(len(self.real_shares), 'example')}"
         if self.counted:
             macs = float(self.macs[~self.shares.isnan()].mean())
             unit, scale = unit_of(macs)
@@ -190,7 +193,7 @@ class Usage:
         return f"{head}\n{tabulate(rows, headers=['site', 'mean k', 'N', 'tokens'], disable_numparse=True)}"
 
     def __repr__(self) -> str:
-        return f"<Usage of {len(self._plan.sites)} sites: {str(self).partition(chr(10))[0]}>"
+        return f"<Usage of {counted(len(self._plan.sites), 'site')}: {str(self).partition(chr(10))[0]}>"
 
     @property
     def learner_macs(self) -> tuple[Tensor, Tensor]:
@@ -234,8 +237,11 @@ def record(model: nn.Module, *, macs: bool = True) -> AbstractContextManager[Usa
     all that is compiled runs as eager code meanwhile, in every thread, so that what it does can be counted.
     CompiledModelError for a compiled model, whose graphs cannot be observed.
     """
+    check_bool(macs, "macs")
     refuse_compiled(model, "recorded", fix="record the eager model: acm.record(compiled._orig_mod)")
-    return _counted(rewritten(model)) if macs else recorded(rewritten(model))
+    found = rewritten(model)
+    refuse_empty(found.acms)
+    return _counted(found) if macs else recorded(found)
 
 
 @contextmanager

@@ -18,6 +18,8 @@ from starlette.exceptions import HTTPException
 from torch import Tensor
 
 from acm_compiler.errors import AcmError, BudgetUnreachable, DataError, LayoutUnknown, UsageError, a_few_of
+from acm_compiler.recipe.document import show_value
+from acm_compiler.recipe.messages import expectation
 from acm_compiler.runs.given import number_or_text
 from acm_compiler.serving.batcher import Batcher, Example, ModelFailed, Refused, WorkerDied
 from acm_compiler.serving.limits import Limited, error_body
@@ -242,7 +244,7 @@ def _status(error: Any) -> int:
 
 
 def _faults(error: Any) -> str:
-    """`budget: Input should be a valid number` for each fault, a few of them."""
+    """`top must be at least 1, got 0` for each fault, a few of them."""
     faults = []
     for fault in error.errors():
         place = ".".join(str(part) for part in fault["loc"][1:])
@@ -252,5 +254,15 @@ def _faults(error: Any) -> str:
         elif fault["type"] == _NOT_READ and isinstance(fault["input"], bytes):
             faults.append("the body was not read: send JSON, with the header content-type: application/json")
         else:
-            faults.append(f"{place or 'the body'}: {fault['msg']}")
+            faults.append(_fault(place or "the body", fault))
     return a_few_of(list(dict.fromkeys(faults)))
+
+
+def _fault(place: str, fault: Any) -> str:
+    if fault["type"] == "missing":
+        return f"{place} must be given, got nothing"
+    if fault["type"] == "extra_forbidden":
+        return f"{place} must be left out: there is no such field"
+    # a form's file that is text is the one value that FastAPI itself refuses
+    wish = "a file" if fault["type"] == "value_error" else expectation(fault)
+    return f"{place}: {fault['msg']}" if wish is None else f"{place} must be {wish}, got {show_value(fault['input'])}"

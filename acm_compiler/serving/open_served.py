@@ -169,7 +169,7 @@ def budget_range(
             low = high
     else:
         first, _, last = budgets.partition(":")
-        low, high = (served.share(parse_budgets(text)[0]) for text in (first, last or first))
+        low, high = (served.share(parse_budgets(text)[0], option="--budgets") for text in (first, last or first))
     if most_loss is not None:
         least = _least_budget(evaluation, most_loss)
         if least > high:

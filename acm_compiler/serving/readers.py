@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from acm_compiler.data.batch import Batch
 from acm_compiler.data.texts import TokenizedTexts
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import UsageError, counted
 from acm_compiler.serving.batcher import Example
 
 
@@ -99,7 +99,7 @@ class Texts(Reader):
             raise self.refused("characters that are not text (half of a pair of UTF-16)") from None
         for number, encoding in enumerate(every):
             if encoding.overflowing:
-                raise self._too_long(number, f"more than {self._longest} tokens")
+                raise self._too_long(number, f"more than {counted(self._longest, 'token')}")
         return [encoding.ids for encoding in every]
 
     def _ids(self, value: Any, number: int) -> list[int]:
@@ -115,7 +115,7 @@ class Texts(Reader):
         if not ids:
             raise self.refused("no tokens", where=f"{self.name}[{number}]")
         if len(ids) > self._longest:
-            raise self._too_long(number, f"{len(ids)} tokens")
+            raise self._too_long(number, counted(len(ids), "token"))
         if min(ids) < 0 or max(ids) >= self._vocabulary:
             found = f"token {min(ids) if min(ids) < 0 else max(ids)}"
             where, expected = f"{self.name}[{number}]", f"0 to {self._vocabulary - 1}"

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from acm_compiler.calibration.recalibrate import recalibrate
-from acm_compiler.errors import AcmError
+from acm_compiler.errors import AcmError, counted
 from acm_compiler.passes.rewrite.conversion import BudgetTable, rewritten
 from acm_compiler.serving.batcher import Example, Refused
 from acm_compiler.serving.served import Served
@@ -87,7 +87,7 @@ class Recalibration:
         """Begin to measure; gives the number of examples. Refused while another runs, or before enough requests."""
         examples = self._traffic.examples()
         if len(examples) < FEWEST:
-            raise Refused(f"{len(examples)} inputs were served, and a budget table needs at least {FEWEST}")
+            raise Refused(f"{counted(len(examples), 'input')} served, and a budget table needs at least {FEWEST}")
         if not self._running.acquire(blocking=False):
             raise Refused("the budget table is being measured already: wait for it")
         self._thread = threading.Thread(target=self._measure, args=(examples,), name="acm-recalibration", daemon=True)

@@ -145,8 +145,11 @@ class Served:
             self._promised = spend(found, wanted)
         return self._promised
 
-    def share(self, budget: float | str) -> float:
-        """The budget as a share of learner MACs. UsageError and BudgetUnreachable for what it cannot be."""
+    def share(self, budget: float | str, *, option: str | None = None) -> float:
+        """The budget of a request, or of an option, as a share of learner MACs.
+
+        UsageError and BudgetUnreachable for what it cannot be.
+        """
         if self.found is None:
             raise UsageError("this model has no budget: it holds no ACMs", fix="leave the budget out")
         owner = self.found.owner
@@ -155,8 +158,10 @@ class Served:
             share = share_within(budget, owner.plan, low=owner.table_min)
         except (UsageError, BudgetUnreachable) as error:
             kind = UsageError if isinstance(error, UsageError) else BudgetUnreachable
-            fix = f"give {owner.table_min:.3g} to 1, '60%' or '11GMACs'; without a budget the server chooses"
-            raise kind(error.what, where="budget", found=error.found, expected=error.expected, fix=fix) from error
+            low = f"{owner.table_min:.3g}"
+            more = f", or a lowest and a highest: {low}:1" if option else "; without a budget the server chooses"
+            fix, where = f"give {low} to 1, '60%' or '11GMACs'{more}", option or "budget"
+            raise kind(error.what, where=where, found=error.found, expected=error.expected, fix=fix) from error
         assert share is not None  # or it would have been refused
         return share
 

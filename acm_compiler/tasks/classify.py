@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from acm_compiler.data.batch import Batch
-from acm_compiler.errors import DataError, UsageError
+from acm_compiler.errors import DataError, UsageError, counted
 from acm_compiler.recipe.tasks import fitting_classes
 from acm_compiler.tasks.base import Likeness, Task, entry_of, part_of
 from acm_compiler.tasks.distance import agreement
@@ -107,7 +107,7 @@ class Classify(Task):
             raise DataError(
                 "labels must be one per example",
                 where=f"task classify, {self.data}",
-                found=f"labels {list(label.shape)} for the logits of {examples} examples",
+                found=f"labels {list(label.shape)} for the logits of {counted(examples, 'example')}",
             )
         if label.ndim == 1 and not label.is_floating_point() and not label.is_complex():
             return label.long()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from acm_compiler.data.batch import Batch, Facts, as_batch
-from acm_compiler.errors import DataError, UsageError
+from acm_compiler.errors import DataError, UsageError, counted
 from acm_compiler.recipe.load import task_section
 from acm_compiler.recipe.tasks import (
     TEXTS,
@@ -126,7 +126,7 @@ class OwnMetric(Task):
             raise UsageError(
                 "metric must return a number for every example",
                 where=self.metric,
-                found=f"nan for {int(found.isnan().sum())} of {len(found)} examples",
+                found=f"nan for {int(found.isnan().sum())} of {counted(len(found), 'example')}",
                 fix="look for nan in the model's output, or give an example that has no score that of a miss",
             )
         return found.float()

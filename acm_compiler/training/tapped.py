@@ -26,7 +26,7 @@ from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.precision import without_autocast
 from acm_compiler.acm.reference import hidden, prefix_output
 from acm_compiler.data import Batch, BatchStream
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import UsageError, counted
 from acm_compiler.passes.rewrite.conversion import rewritten
 from acm_compiler.passes.rewrite.dense_region import dense_regions_run
 from acm_compiler.recipe.phases import TrainedPhase
@@ -165,12 +165,13 @@ def _with_targets(acms: Mapping[str, ACM], objective: SiteObjective) -> dict[str
     own = [name for name, acm in acms.items() if acm.learners.w_out is None]
     if own and (objective.section.teaches_gates or len(own) == len(acms)):
         raise UsageError(
-            f"{len(own)} sites are slices in a basis of their own, which the unmodified network cannot teach",
+            f"{counted(len(own), 'site')} of slices in a basis of their own, which the unmodified network cannot teach",
             where=own[0],
             fix="leave the phase out: calibrate has fitted their gates, and finetune trains them",
         )
     if own:
-        _LOG.info("%s: %d sites stay as calibrated, they are slices: %s", objective.name, len(own), ", ".join(own))
+        stay = f"{counted(len(own), 'site')} {'stays' if len(own) == 1 else 'stay'}"
+        _LOG.info("%s: %s as calibrated, of slices: %s", objective.name, stay, ", ".join(own))
     return {name: acm for name, acm in acms.items() if name not in own}
 
 

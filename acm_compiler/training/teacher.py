@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.data import Batch, BatchStream
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import UsageError, counted
 from acm_compiler.files import check_room
 from acm_compiler.progress import Progress
 from acm_compiler.recipe.phases import FinetunePhase
@@ -168,7 +168,7 @@ class KeptAnswers:
     def _check_room(self, stream: BatchStream, examples: int) -> None:
         need = int(self.example_bytes * min(examples, stream.examples))
         self.directory.mkdir(parents=True, exist_ok=True)
-        what = f"the answers of the original to {examples:,} examples do not fit on the disk"
+        what = f"the answers of the original to {counted(examples, 'example')} do not fit on the disk"
         check_room(self.directory, need, what, instead="leave cache_answers out, or train on fewer examples")
 
 

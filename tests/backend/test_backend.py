@@ -197,7 +197,7 @@ def test_explain_counts_the_calls_of_a_site_that_runs_often():
     model, x = Often(), torch.randn(2, 5, 8)
     said = acm.explain(model, x)
     header, _, row, total = str(said).splitlines()[:4]
-    assert header.split()[-1] == "calls" and row.split()[-1] == "3" and total.startswith("1 ACMs in 1 graph")
+    assert header.split()[-1] == "calls" and row.split()[-1] == "3" and total.startswith("1 ACM in 1 graph")
     assert len(said.sites) == 3
     assert "calls" not in str(acm.explain(model.layer, x))
 
@@ -325,7 +325,7 @@ def test_sites_in_nested_regions_are_fused_and_explained(caplog):
     model, x = InRegions(*stack_of(planned_site("acms.0"), planned_site("acms.1")).acms).eval(), torch.randn(2, 5, 8)
     with torch.no_grad(), caplog.at_level("INFO", logger="acm_compiler.backend"):
         torch.testing.assert_close(torch.compile(model, backend="acm")(x), model(x))
-    assert "graph with 1 ACMs: 1 by kernels" in caplog.text
+    assert "graph with 1 ACM: 1 by kernels" in caplog.text
     torch._dynamo.reset()
     first, second = acm.explain(model, x).sites
     assert (first.site, first.implementation, first.fused) == ("acms.0", "cpu", ("norm", "gate", "residual"))

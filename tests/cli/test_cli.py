@@ -205,6 +205,30 @@ def test_validate_looks_models_up_in_their_registries(reference, words):
     assert words is None or words in result.stderr
 
 
+def test_validate_looks_for_functions_without_running_what_defines_them(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("raise SystemExit")
+    (tmp_path / "pack" / "parts.py").write_text("class Data:\n    pass\n\n\ndef model():\n    pass\n")
+    (tmp_path / "ours.py").write_text("from os.path import join as data\n\nrows = 3\n")
+
+    def told(*names: str) -> list[str]:
+        model, train, evaluated = (f"python:{name}" for name in names)
+        text = f"acm: 1\nname: own\nmodel: {{source: python, name: '{model}'}}\ntask: {{kind: classify}}\ndata:\n"
+        text += f"  train: {{kind: '{train}'}}\n  eval: {{kind: '{evaluated}'}}\n"
+        (tmp_path / "own.yaml").write_text(text)
+        return [
+            line.rpartition("own.yaml")[2] for line in run("validate", str(tmp_path / "own.yaml")).stderr.split("\n")
+        ]
+
+    assert told("pack.parts:model", "pack.parts:Data", "ours:data") == [""]
+    assert told("ours:modle", "oars:data", "ours:rows")[1:4] == [
+        ":3:31: python:ours:modle: module ours has no 'modle' (expected package.module:function)",
+        ":6:17: python:oars:data: there is no module 'oars'",
+        ":7:16: python:ours:rows: this is not a function (found int, expected a callable)",
+    ]
+
+
 def test_a_quick_look_finds_every_model_of_a_registry_or_asks_it():
     import torchvision.models
 

@@ -48,7 +48,7 @@ def model():
 
 
 def test_the_json_has_the_documented_names_and_survives_a_round_trip(model):
-    found = evaluate(model, [picture_batch(12)], TASK, budgets=[0.4, 1.0, FixedK(2)], dense=model)
+    found = evaluate(model, [picture_batch(12)], TASK, budgets=[0.4, 1.0, FixedK(2)], dense=copy.deepcopy(model))
     document = json.loads(json.dumps(found.as_json()))
     assert document["schema"] == 1
     assert {"name", "dense"} <= set(document["metric"])
@@ -161,7 +161,7 @@ def test_examples_that_the_model_does_not_take_are_refused_with_its_own_words(mo
     batch = picture_batch(6)
     wrong = {**batch, "image": batch["image"][..., :1]}
     words = r"the model itself raises on a batch of float32 .*found \w+Error[\s\S]*name the model's arguments"
-    for dense in (None, model):
+    for dense in (None, copy.deepcopy(model)):
         with pytest.raises(UsageError, match=words):
             evaluate(model, [wrong], TASK, budgets=[0.5], dense=dense)
 
@@ -176,6 +176,12 @@ def test_arguments_without_names_are_refused_and_the_words_show_how_they_are_nam
 def test_no_examples_are_refused(model):
     with pytest.raises(DataError):
         evaluate(model, [], TASK, budgets=[0.5])
+
+
+def test_a_model_is_not_compared_with_itself(model):
+    for same in (model, torch.nn.Sequential(model)):
+        with pytest.raises(UsageError, match="dense must be the model before conversion, got one with the same ACMs"):
+            evaluate(model, [picture_batch(6)], TASK, budgets=[0.5], dense=same)
 
 
 def test_a_model_differs_from_itself_by_nothing(model):

@@ -192,6 +192,13 @@ def test_times_of_another_model_are_left_out_of_the_report(out):
     assert "Time over budget" not in (out / "report" / "index.html").read_text()
 
 
+def test_times_that_cannot_be_read_are_said_once_and_before_anything_is_measured(out, caplog):
+    (out / "bench.json").write_text("{")
+    done = acmc("report", out, *ON_DATA, *BASE)
+    assert done.exit_code == 1 and done.stderr.startswith(f"error: {out / 'bench.json'}: times that cannot be read")
+    assert done.stderr.count("\n") == 2 and not caplog.records
+
+
 def test_a_folder_with_times_of_this_device_takes_a_time_for_a_budget(out, caplog):
     (base, _), here = tour_model.model(), device_name(torch.device("cpu"))
     slow, fast = (

@@ -65,4 +65,4 @@ def test_skips_are_gathered_by_reason_and_the_rest_counted():
     text = cost_table(replace(plan_of(dense_macs=1000), skipped=tuple(skips), kept=(kept,)).cost)
     assert "skipped: s0 and 1 more (reason 0)" in text and "kept dense: s1 (kept)" in text
     assert "(reason 1)" not in text  # it is named among what is kept
-    assert "skipped: 1 more reasons, see --json" in text
+    assert "skipped: 1 more reason, see --json" in text

@@ -201,6 +201,10 @@ def test_a_newer_format_is_refused_as_such(recipe_file):
             "r.yaml:4:40: schedule[0]: budget_range must rise: [low, high]",
         ),
         ("sites: [{match: mlp}, {match: []}]", "r.yaml:4:1: sites[1].match must name what to convert, such as mlp"),
+        (
+            "sites: [{match: 're:('}]",
+            "r.yaml:4:17: sites[0].match[0]: what follows re: must be a regular expression, got",
+        ),
         ("sites: []", "r.yaml:4:8: wrong value for sites (found a list of 0, expected at least 1)"),
         ("budgets: {train: 0}", "r.yaml:4:18: wrong value for budgets.train (found 0, expected above 0)"),
         ("budgets: {train: true}", "r.yaml:4:18: wrong value for budgets.train (found true, expected a number)"),

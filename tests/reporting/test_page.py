@@ -1,5 +1,6 @@
 """The page: nothing of a user's runs as HTML, nothing is fetched, and a browser shows it well."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -79,7 +80,9 @@ def written(tmp_path_factory):
     """A report about a model whose every name is hostile."""
     model = picture_model()
     plan = conversion(model).plan
-    found = evaluate(model, [picture_batch(36)], TASK, budgets=[OPEN, 0.5, 1.0, FixedK(1), FixedK(4)], dense=model)
+    found = evaluate(
+        model, [picture_batch(36)], TASK, budgets=[OPEN, 0.5, 1.0, FixedK(1), FixedK(4)], dense=copy.deepcopy(model)
+    )
     maps = find_load_maps(model, picture_batch(12), TASK, [OPEN, 0.5])
     sites = tuple(dataclasses.replace(site, name=f"{i}{EVIL}") for i, site in enumerate(plan.sites))
     budgets = tuple(

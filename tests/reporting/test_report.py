@@ -1,5 +1,6 @@
 """From a saved run to its table, its charts and its page; and the parts of a report by themselves."""
 
+import copy
 import dataclasses
 import io
 import json
@@ -15,7 +16,7 @@ from acm_compiler.checkpoint import load, save
 from acm_compiler.cli import app
 from acm_compiler.cli.eval import damage_table
 from acm_compiler.data import BatchStream, open_dataset
-from acm_compiler.errors import PackageMissing
+from acm_compiler.errors import PackageMissing, counted
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.evaluate import evaluate
 from acm_compiler.evaluation.loads import Loads, find_load_maps, spread
@@ -33,7 +34,7 @@ from acm_compiler.reporting.write import write_report
 from acm_compiler.runs.given import read_budgets
 from acm_compiler.runs.pipeline import convert
 from acm_compiler.runtime.budgets import parse_budget
-from acm_compiler.runtime.control import FixedK
+from acm_compiler.runtime.control import FixedK, set_k
 from acm_compiler.runtime.measure_budgets import measure_budgets
 from acm_compiler.sources.build import build
 from tests.helpers import golden
@@ -78,7 +79,8 @@ def run(saved, tmp_path):
 @pytest.fixture(scope="module")
 def found():
     model = picture_model()
-    return evaluate(model, [picture_batch(36)], TASK, budgets=[OPEN, 1.0, FixedK(2)], dense=model)
+    set_k(other := copy.deepcopy(model), 2)
+    return evaluate(model, [picture_batch(36)], TASK, budgets=[OPEN, 1.0, FixedK(2)], dense=other)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -481,7 +483,8 @@ def test_numbers_are_written_for_people():
     assert wording.signed(-2.5e-5, likelihood) == "−2.5e-05"
     assert wording.macs_spread(11.02e9, 9.8e9, 12.1e9) == "11.02 GMACs [9.80, 12.10]"
     assert wording.ratio(0.99948, 0.00032) == "0.9995 ± 0.0003"
-    assert wording.count(1, "site") == "1 site" and wording.count(10800, "example") == "10,800 examples"
+    assert counted(1, "site") == "1 site" and counted(10800, "example") == "10,800 examples"
+    assert counted(1, "batch") == "1 batch" and counted(2, "batch") == "2 batches"
 
 
 def test_what_each_k_is_expected_to_do_is_shown_site_by_site(run):

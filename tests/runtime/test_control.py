@@ -343,6 +343,12 @@ def test_a_record_prints_what_was_reached_and_each_site(model):
     assert lines[0].startswith(f"budget {usage.budget:.3f} reached over 3 examples: ")
     assert [line.split() for line in lines[3:]] == [["a", "2.00", "4", "15"], ["b", "2.00", "2", "15"]]
     assert repr(usage) == f"<Usage of 2 sites: {lines[0]}>"
+    with record(model) as usage:
+        model(torch.randn(1, 5, 8))
+    assert " reached over 1 example: " in str(usage)
+    with record(model) as usage:
+        model(torch.randn(0, 5, 8))
+    assert str(usage) == "usage: no example recorded yet: the calls were of empty batches"
 
 
 def test_a_record_of_all_learners_costs_what_the_plan_says(model):

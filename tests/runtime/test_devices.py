@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from acm_compiler import batch, plan, record, rewrite, set_budget
+from acm_compiler import batch, evaluate, export, meter, plan, recalibrate, record, rewrite, set_budget, set_k, status
 from acm_compiler.acm import precision as float64
 from acm_compiler.acm.context import batch_of
 from acm_compiler.acm.reference import choice_costs, choose_k, utilities
@@ -169,6 +169,26 @@ def test_loads_of_a_model_on_two_devices_are_averaged():
     usage.observe(sites(model)["b"], torch.full((2, 5), 2, device="meta"), None, torch.empty(2, 5, 8))
     with MetaHoldsOnes():
         assert torch.equal(usage.load(), torch.full((2, 5), 0.75))
+
+
+ASKED = {
+    "evaluate": lambda model: evaluate(model, [torch.zeros(1, 5, 16)], metric=lambda *_: 0, budgets=[1.0]),
+    "export": lambda model: export(model, "unwritten", torch.zeros(1, 5, 16)),
+    "meter": meter,
+    "recalibrate": lambda model: recalibrate(model, [torch.zeros(1, 5, 16)]),
+    "record": record,
+    "set_budget": lambda model: set_budget(model, 1.0),
+    "set_k": lambda model: set_k(model, 2),
+    "status": status,
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_model_without_weights_is_refused_in_words(asked):
+    with pytest.raises(
+        UsageError, match=r"^\S+: this model has no weights: it is on the meta device\n  load the weights"
+    ):
+        ASKED[asked](attention()[0].to("meta"))
 
 
 class Accelerator(SimpleNamespace):

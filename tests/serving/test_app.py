@@ -116,8 +116,8 @@ def test_vectors_in_base64_are_little_endian_floats(embed):
 REFUSED = [
     (400, {"content": b'{"input": "a'}, "not JSON, at character 10: Unterminated string"),
     (400, {"content": b"[" * 50_000}, ""),
-    (422, {"json": [1, 2]}, "valid dictionary"),
-    (422, {"json": {}}, "input: Field required"),
+    (422, {"json": [1, 2]}, "the body must be a mapping, got a list of 2"),
+    (422, {"json": {}}, "input must be given, got nothing"),
     (400, {"json": {"input": []}}, "an empty list"),
     (400, {"json": {"input": [[]]}}, "no tokens"),
     (400, {"json": {"input": ""}}, "no tokens"),
@@ -144,6 +144,8 @@ REFUSED = [
         "budget: must be a share such as 0.4, or a text such as '60%', got",
     ),
     (422, {"json": {"input": "a", "budget": True}}, "got True"),
+    (422, {"json": {"input": "a", "model": 3}}, "model must be text, got 3"),
+    (422, {"json": {"input": "a", "dimensions": 1e30}}, "dimensions must be a smaller whole number, got 1e+30"),
     (400, {"json": {"input": 3.5}}, "input: the input cannot be read (found float"),
     (400, {"json": {"input": None}}, "input: the input cannot be read (found NoneType"),
     (400, {"json": {"input": "a", "encoding_format": "hex"}}, "'float' or 'base64'"),
@@ -219,7 +221,8 @@ def test_what_is_no_image_is_refused(classify, given, words):
         ({}, "images: this model takes"),
         ({"input": "a"}, "images: this model takes"),
         ({"images": [image()], "input": "a"}, "and no other"),
-        ({"images": [image()], "budjet": 0.4}, "budjet"),
+        ({"images": [image()], "budjet": 0.4}, "budjet must be left out: there is no such field"),
+        ({"images": [image()], "top": 0}, "top must be at least 1, got 0"),
     ],
 )
 def test_fields_that_this_model_does_not_read_are_refused(classify, document, words):
@@ -235,6 +238,7 @@ def test_a_number_that_is_none_is_refused(classify):
 def test_files_are_refused_where_nothing_says_how_they_are_read(classify):
     assert "send numbers" in refusal(classify, 400, "/classify/files", files={"files": b"x"})
     assert "files" in refusal(classify, 422, "/classify/files", data={"top": "3"})
+    assert "files.0 must be a file, got 'x'" in refusal(classify, 422, "/classify/files", data={"files": "x"})
 
 
 def test_files_are_read_as_the_recipe_reads_them(classifier, images):

@@ -80,6 +80,8 @@ def test_options_that_cannot_be_meant_are_refused(images, options, words):
 
 def test_a_budget_out_of_reach_is_refused(images):
     assert "0.200 to 1" in refused(images, "--task", "classify", "--port", 0, "--budgets", "0.01:1", code=4)
+    words = refused(images, "--task", "classify", "--port", 0, "--budgets", "9", code=4)
+    assert words.startswith("error: --budgets: no setting") and words.endswith("or a lowest and a highest: 0.2:1\n")
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch, images):

@@ -19,7 +19,7 @@ from acm_compiler.calibration.examples import MaskOf, masked
 from acm_compiler.calibration.quantized.inputs import read_inputs
 from acm_compiler.calibration.quantized.round_learners import rounded_learners
 from acm_compiler.data.batch import check_tokens
-from acm_compiler.errors import UsageError, a_few_of
+from acm_compiler.errors import UsageError, a_few_of, check_bool, counted
 from acm_compiler.passes.capture.normalize import normalized
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, wholly_rewritten
 from acm_compiler.progress import Progress, Say, progress_of
@@ -62,6 +62,7 @@ def quantize(
     match nothing (SelectionError); DataError (no batches; a site that never ran), TrainingFailed (values that are not
     finite), SitesNotFitted, NotRewritten, CompiledModelError. On an error the model is as it was.
     """
+    check_bool(rest, "rest")
     examples = None if batches is None else masked(batches, mask)
     return quantize_on(
         model, to, examples, rest=rest, include=include, exclude=exclude, tokens=tokens, progress=progress
@@ -130,7 +131,7 @@ def _rounded(
     with normalized(found.model) as model:
         linears = {name: model.get_submodule(name) for name in names}
         inputs = read_inputs(found, examples, linears, count=tokens, progress=work)
-        work.finish(f"inputs of {tokens:,} tokens")
+        work.finish(f"inputs of {counted(tokens, 'token')}")
         work.part("layer", len(inputs))
         made: dict[str, Weights] = {}
         for name in list(inputs):
@@ -140,7 +141,7 @@ def _rounded(
             weights = one_learner_of(linears[name]) if site is None else site.learners.weights()
             made[name] = rounded_learners(weights, inputs.pop(name))
             work.advance(name)
-    work.finish(f"{len(made)} layers rounded")
+    work.finish(f"{counted(len(made), 'layer')} rounded")
     return made
 
 
@@ -156,7 +157,7 @@ def _able(found: Rewritten, to: To) -> dict[str, ACM]:
             fix='acm.quantize(model, "int8")',
         )
     if odd:
-        where = f"{len(odd)} of {len(found.acms)} sites"
+        where = f"{len(odd)} of {counted(len(found.acms), 'site')}"
         _LOG.warning("learners stay floats at %s, whose rows have odd lengths: %s", where, a_few_of(odd))
     return able
 

@@ -19,7 +19,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.activations import resolve
 from acm_compiler.acm.intact import refuse_without_dense
 from acm_compiler.acm.module import Tap
-from acm_compiler.errors import PlanMismatch, TrainingFailed
+from acm_compiler.errors import PlanMismatch, TrainingFailed, counted
 from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.offload import device_of, kept
 from acm_compiler.planning.decisions import PlannedSite
@@ -215,7 +215,7 @@ def broken_weights_named(found: Rewritten) -> Iterator[None]:
         raise TrainingFailed(
             "the model's own weights are not finite",
             where=name,
-            found=f"nan or infinity in {int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values{more}",
+            found=f"nan or infinity in {int((~tensor.isfinite()).sum()):,} of {counted(tensor.numel(), 'value')}{more}",
             fix="load or train the model anew before the rewrite: nothing can be fitted to such weights",
         ) from seen
 

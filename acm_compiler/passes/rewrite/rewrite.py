@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from acm_compiler.acm import ACM
-from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, UsageError
+from acm_compiler.errors import AlreadyRewritten, CompiledModelError, NothingToConvert, UsageError, check_bool
 from acm_compiler.passes.capture.global_state import enclosed
 from acm_compiler.passes.capture.normalize import disable_fast_path, normalize, normalized
 from acm_compiler.passes.rewrite.build_acm import build_acm, start
@@ -77,6 +77,7 @@ def rewrite(
     NothingToConvert for a plan without sites, StorageError for a folder that cannot be written, and UsageError for
     inference tensors that `inplace` would keep.
     """
+    check_bool(inplace, "inplace")
     _check_live(model, plan)
     if inplace:
         refuse_inference_tensors(model)
@@ -154,13 +155,20 @@ def copied(model: nn.Module, *, lent: bool = False) -> nn.Module:
     try:
         return copy.deepcopy(model, _copies(model, lent=lent))
     except (RuntimeError, TypeError, pickle.PickleError) as error:
-        part = _part_of_graph(model)
-        raise UsageError(
-            f"this {type(model).__name__} cannot be copied",
-            where=part,
-            found=str(error).splitlines()[0],
-            fix=f"{f'detach {part}, or ' if part else ''}pass inplace=True to change the model itself",
-        ) from error
+        part, found = _part_of_graph(model), str(error).splitlines()[0]
+        first = f"detach {part}, or " if part else ""
+        if part and (norm := _old_norm(model.get_submodule(part.rpartition(".")[0]))):
+            found = f"a weight that torch.nn.utils.{norm} computes"
+            first = f"torch.nn.utils.remove_{norm}(module), or parametrizations.{norm} in its place, then plan it; or "
+        fix = f"{first}pass inplace=True to change the model itself"
+        raise UsageError(f"this {type(model).__name__} cannot be copied", where=part, found=found, fix=fix) from error
+
+
+def _old_norm(module: nn.Module) -> str | None:
+    """The norm of `torch.nn.utils`, by a hook and not by a parametrization, that computes a weight of `module`."""
+    kinds = [type(hook).__module__ for hook in module._forward_pre_hooks.values()]
+    norms = ("weight_norm", "spectral_norm")
+    return next((norm for norm in norms if f"torch.nn.utils.{norm}" in kinds), None)
 
 
 def _part_of_graph(model: nn.Module) -> str | None:

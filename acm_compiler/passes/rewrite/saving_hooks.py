@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import UsageError, counted
 from acm_compiler.files import parse_json
 from acm_compiler.passes.rewrite.conversion import plain_facts, restore_facts, rewritten
 
@@ -51,8 +51,9 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
     other = [name for name, acm in here if _is_of_another_form(acm, state_dict, f"{prefix}{name}.")]
     if other:
         errors.append(
-            f"the learners of {len(other)} sites have another form than here, such as {other[0]}: rewrite by the plan "
-            "that acm.calibrate returned, acm.rewrite(model, plan), whose forms are decided; plan.to_json() keeps it"
+            f"the learners of {counted(len(other), 'site')} have another form than here, such as {other[0]}: rewrite "
+            "by the plan that acm.calibrate returned, acm.rewrite(model, plan), whose forms are decided; "
+            "plan.to_json() keeps it"
         )
     kinds = [name for name, acm in here if _is_of_another_kind(acm, state_dict, f"{prefix}{name}.")]
     if kinds:
@@ -60,8 +61,9 @@ def _take(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any)
             _kind(w) for w in (state_dict[f"{prefix}{kinds[0]}.{_FIRST}"], dict(here)[kinds[0]].learners.w_in)
         )
         errors.append(
-            f"the learners of {len(kinds)} sites are {there} on one side and {own} on the other, such as {kinds[0]}: "
-            f'acm.quantize(model, "{there if own == "floats" else own}") before a state dict of such a model is loaded'
+            f"the learners of {counted(len(kinds), 'site')} are {there} on one side and {own} on the other, such as "
+            f'{kinds[0]}: acm.quantize(model, "{there if own == "floats" else own}") before a state dict of such a '
+            "model is loaded"
         )
     if text is None or other or kinds:
         return

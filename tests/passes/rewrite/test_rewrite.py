@@ -20,6 +20,7 @@ from acm_compiler.errors import (
     UsageError,
 )
 from acm_compiler.passes.rewrite.conversion import conversion
+from acm_compiler.passes.rewrite.rewrite import copied
 from acm_compiler.planning.cost import learner_unit, macs_per_learner
 from acm_compiler.planning.plan import Plan, fingerprint
 from tests.helpers import models
@@ -413,6 +414,17 @@ def test_what_keeps_a_model_from_being_copied_is_named(name):
         setattr(inner, name, {"cache": value, "seen": {"last": [value]}}[name])
     with pytest.raises(UsageError, match=rf"blocks\.0\.{name}: .*\n  detach blocks\.0\.{name}, or pass inplace"):
         acm.rewrite(model, plan)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+def test_old_norms_of_weights_keep_a_model_from_being_copied_in_words(norm):
+    model, _, _ = planned(ALL["swiglu"])
+    model.first = getattr(nn.utils, norm)(nn.Linear(3, 3))
+    model.first(torch.zeros(1, 3))
+    words = rf"(?s)^first.weight: .* that torch.nn.utils.{norm} computes.*utils.remove_{norm}.*parametrizations.{norm}"
+    with pytest.raises(UsageError, match=words):
+        copied(model)
 
 
 @pytest.mark.slow

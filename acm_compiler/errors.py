@@ -193,7 +193,7 @@ class CompiledModelError(AcmError):
 
 def check_bool(value: object, name: str) -> None:
     """UsageError unless the argument `name` is True or False: texts such as "no" would count as True."""
-    if not isinstance(value, bool):
+    if type(value).__name__ not in ("bool", "bool_"):  # numpy's, too
         raise UsageError(f"{name} must be True or False", found=repr(value))
 
 

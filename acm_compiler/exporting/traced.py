@@ -60,11 +60,12 @@ class Traced:
     def words(self) -> list[str]:
         """The call's arguments as one writes them."""
         args, kwargs = self.call
-        shown = {name: name if isinstance(value, Tensor) else repr(value) for name, value in kwargs.items()}
-        if "budget" in shown:
+        values = dict(zip(self.names, (*args, *kwargs.values()), strict=True))
+        shown = {name: name if _tensors(value) else repr(value) for name, value in values.items()}
+        if "budget" in kwargs:
             each = kwargs["budget"].dim()
             shown["budget"] = "torch.full((batch,), 0.4)" if each else "torch.tensor(0.4)"
-        return [*self.names[: len(args)], *(f"{name}={value}" for name, value in shown.items())]
+        return [shown[name] for name in self.names[: len(args)]] + [f"{name}={shown[name]}" for name in kwargs]
 
     @property
     def inputs(self) -> list[TensorInput]:
@@ -165,8 +166,11 @@ def refusing(what: str) -> Iterator[None]:
         return
     if isinstance(error, AcmError):
         raise error
-    reasons = [line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- ")]
-    reason = f"{type(error).__name__}: {reasons[0]}" if reasons else first_line(error)
+    told: BaseException = error
+    while type(told).__module__.startswith("torch.onnx") and told.__cause__ is not None:
+        told = told.__cause__  # its own lines are advice for whoever writes converters
+    reasons = [line.strip(" -") for line in str(told).splitlines() if line.lstrip().startswith("- ")]
+    reason = f"{type(told).__name__}: {reasons[0]}" if reasons else first_line(told)
     raise UsageError(with_frames(f"{what}: {reason}", error)) from error
 
 

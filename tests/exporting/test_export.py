@@ -16,7 +16,7 @@ from acm_compiler.cli import app
 from acm_compiler.errors import AcmError, FixedBudget, StorageError, UsageError, VerificationFailed
 from acm_compiler.exporting.calls import free_axes, plain_output, tensors_alone
 from acm_compiler.exporting.controls import check_controls
-from acm_compiler.exporting.traced import check_answers
+from acm_compiler.exporting.traced import Traced, check_answers, refusing
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
 from tests.helpers.decoders import gated
 from tests.helpers.models import WIDTH, Flattened, Mlp, Residual
@@ -401,6 +401,20 @@ def test_what_cannot_be_is_refused_and_nothing_written(vision, tmp_path):
         refused(model, tmp_path / "out", x, "no budget can be an input")
     finally:
         owner.table = table
+
+
+def test_a_refusal_of_torch_onnx_names_the_operator_and_gives_no_advice_about_converters():
+    failed = type("ConversionError", (Exception,), {"__module__": "torch.onnx"})
+    with pytest.raises(UsageError, match=r"no graph: KeyError: 'aten\.svd'"), refusing("no graph"):
+        raise failed("- Implement it") from KeyError("aten.svd")
+
+
+def test_the_printed_call_shows_constants_and_names_of_tensors():
+    pair = [torch.ones(2), torch.ones(2)]
+    call = ((pair, None, 0.5), {"flag": True, "extra": {"a": torch.ones(2)}, "budget": torch.ones(2)})
+    names = ("pair", "mask", "scale", *call[1])
+    program = Traced(program=None, call=call, names=names, answer=None, low=0.2, quantized=False)
+    assert program.words == ["pair", "None", "0.5", "flag=True", "extra=extra", "budget=torch.full((batch,), 0.4)"]
 
 
 class Deciding(nn.Module):

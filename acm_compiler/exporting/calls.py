@@ -148,6 +148,11 @@ def tensors_alone(output: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, plain_output(output))
 
 
+def copied_tensors(output: Any) -> Any:
+    """`tensors_alone`, in copies: in ONNX, an output that is an input would share its name."""
+    return pytree.tree_map_only(Tensor, torch.clone, tensors_alone(output))
+
+
 def _is_plain(value: Any) -> bool:
     containers = (Mapping, tuple, list, NoneType)
     return isinstance(value, (Tensor, *_NUMBERS, *containers)) or is_dataclass(value)

@@ -23,6 +23,7 @@ from acm_compiler.exporting.calls import (
     Call,
     Outputs,
     batch_of,
+    copied_tensors,
     example_call,
     free_axes,
     names_of,
@@ -108,7 +109,7 @@ def export(
     if format == "checkpoint":
         return _write_checkpoint(found, folder, call, _chosen_ks(found, call, fixed_k, budget), files)
     with undisturbed(found), without_dense_regions(found), counters_kept(found, traced=format == "pt2"):
-        outputs = plain_output if format == "pt2" else tensors_alone
+        outputs = {"pt2": plain_output, "aoti": tensors_alone, "onnx": copied_tensors}[format]
         if fixed_k is not None or budget is not None:
             ks = _chosen_ks(found, call, fixed_k, budget)
             traced = _of_any_batch(call, lambda call: _with_fixed_k(found, call, ks, dynamic=dynamic, outputs=outputs))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.errors import AcmError, FixedBudget, StorageError, UsageError, VerificationFailed
-from acm_compiler.exporting.calls import free_axes, plain_output, tensors_alone
+from acm_compiler.exporting.calls import copied_tensors, free_axes, plain_output, tensors_alone
 from acm_compiler.exporting.controls import check_controls
 from acm_compiler.exporting.traced import Traced, check_answers, refusing
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
@@ -171,6 +171,8 @@ def test_outputs_become_dicts_lists_and_tuples_that_no_library_is_needed_for():
         "b": None,
         "c": [None, {"last_hidden_state": one}],
     }
+    copies = copied_tensors({"a": one, "b": 2})
+    assert copies["a"] is not one and torch.equal(copies["a"], one) and copies["b"] is None
 
 
 class _Drawing(nn.Module):

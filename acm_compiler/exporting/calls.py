@@ -155,4 +155,4 @@ def copied_tensors(output: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     containers = (Mapping, tuple, list, NoneType)
-    return isinstance(value, (Tensor, *_NUMBERS, *containers)) or is_dataclass(value)
+    return not isinstance(value, type) and (isinstance(value, (Tensor, *_NUMBERS, *containers)) or is_dataclass(value))

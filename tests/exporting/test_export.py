@@ -161,7 +161,7 @@ def test_outputs_become_dicts_lists_and_tuples_that_no_library_is_needed_for():
         "count": 3,
         "loss": None,
     }
-    found = plain_output((within, _Named(one, (None, one)), object(), {"a": within, "b": 2}))
+    found = plain_output((within, _Named(one, (None, one)), _Described, {"a": within, "b": 2, "c": object()}))
     assert found == ({"last_hidden_state": one}, (one, (None, one)), None, {"a": {"last_hidden_state": one}, "b": 2})
     assert type(found[1]) is tuple
     partly = plain_output(outputs.BaseModelOutput(last_hidden_state=one, hidden_states=(None, one)))

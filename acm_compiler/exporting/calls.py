@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -16,20 +18,25 @@ from acm_compiler.sources.inputs import Inputs, is_hf, split_inputs
 Control = Literal["budget", "cap", "k_lo", "k_hi"]
 Axes = Mapping[str, int | Sequence[int]]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Outputs = Callable[[Any], Any]
 # what a shape that is one number in the example is widened to: graphs take 1 for a constant
 _WIDENED = 2
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def example_call(model: nn.Module, inputs: Inputs) -> Call:
-    """The example call, of two examples where one was given; decoders of transformers return no cache."""
+    """The example call; decoders of transformers return no cache. UsageError for a batch of none."""
     args, kwargs = split_inputs(inputs)
     if is_hf(model) and "use_cache" in inspect.signature(model.forward).parameters:
         kwargs.setdefault("use_cache", False)
-    if (batch := batch_of(args, kwargs)) == 0:
+    if batch_of(args, kwargs) == 0:
         raise UsageError("the example inputs hold no example", found="a batch of 0", expected="a batch of 1 or more")
-    if batch == 1:
-        args, kwargs = pytree.tree_map_only(Tensor, _twice, (args, kwargs))
     return args, kwargs
+
+
+def widened(call: Call) -> Call:
+    """The call of two examples where it is of one."""
+    return call if batch_of(*call) > 1 else pytree.tree_map_only(Tensor, _twice, call)
 
 
 def _twice(tensor: Tensor) -> Tensor:
@@ -73,7 +80,7 @@ def free_axes(names: Sequence[str], call: Call, dynamic: Axes | None) -> dict[st
     def leaf(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
-        sizes = enumerate((batch, length))
+        sizes = enumerate((batch, value.shape[1] if _is_text(value) else length))
         return {axis: torch.export.Dim.AUTO for axis, size in sizes if axis < value.dim() and value.shape[axis] == size}
 
     specs = {name: pytree.tree_map(leaf, value) for name, value in values.items()}
@@ -97,18 +104,23 @@ def _axes(name: str, axes: int | Sequence[int], values: Mapping[str, Any]) -> tu
 
 def _length(values: Mapping[str, Any]) -> int | None:
     """The tokens of texts: the second axis of the first input of whole numbers; None where there are none."""
-    for value in values.values():
-        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
-            return value.shape[1] if value.shape[1] > 1 else None
-    return None
+    return next((value.shape[1] for value in values.values() if _is_text(value)), None)
 
 
-def with_signature(module: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Give `module`, whose forward takes what it is given, inputs of these names, which become those of its graph."""
+def _is_text(value: Any) -> bool:
+    whole = isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+    return whole and value.shape[1] > 1
+
+
+def with_signature(module: nn.Module, names: Sequence[str], outputs: Outputs) -> nn.Module:
+    """Give `module`, whose forward takes what it is given, inputs of these names, which become those of its graph.
+
+    Its outputs become what `outputs` makes of them.
+    """
     run, kind = module.forward, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
+        return outputs(run(*args, **kwargs))
 
     forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore
     module.forward = forward
@@ -116,11 +128,31 @@ def with_signature(module: nn.Module, names: Sequence[str]) -> nn.Module:
 
 
 def plain_output(output: Any) -> Any:
-    """`output`, and for one of transformers' own classes a dict of its tensors, which is read without that library."""
-    if not isinstance(output, Mapping) or type(output) is dict:
-        return output
-    return {name: plain_output(value) for name, value in output.items() if _is_plain(value)}
+    """`output` in dicts, lists and tuples, which are read without the library that its own classes come from.
+
+    Of mappings and dataclasses, such as the outputs of transformers' models, what is no tensor, number or container of
+    these (a cache, a text) is left out; in sequences None stands for it.
+    """
+    if is_dataclass(output) and not isinstance(output, (type, Mapping)):
+        output = {field.name: getattr(output, field.name) for field in fields(output)}
+    if isinstance(output, Mapping):
+        return {name: plain_output(value) for name, value in output.items() if _is_plain(value)}
+    if isinstance(output, (tuple, list)):
+        values = [plain_output(value) if _is_plain(value) else None for value in output]
+        return values if isinstance(output, list) else tuple(values)
+    return output
+
+
+def tensors_alone(output: Any) -> Any:
+    """`plain_output` with None for numbers, for formats whose programs give tensors alone."""
+    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, Tensor) else None, plain_output(output))
+
+
+def copied_tensors(output: Any) -> Any:
+    """`tensors_alone`, in copies: in ONNX, an output that is an input would share its name."""
+    return pytree.tree_map_only(Tensor, torch.clone, tensors_alone(output))
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (Tensor, Mapping)) or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
+    containers = (Mapping, tuple, list, NoneType)
+    return not isinstance(value, type) and (isinstance(value, (Tensor, *_NUMBERS, *containers)) or is_dataclass(value))

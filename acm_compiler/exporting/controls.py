@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from acm_compiler.acm.context import Said, batch_held
 from acm_compiler.acm.module import RUN_TIME
 from acm_compiler.errors import UsageError, a_few_of, did_you_mean
-from acm_compiler.exporting.calls import Control, plain_output
+from acm_compiler.exporting.calls import Control
 from acm_compiler.passes.rewrite.conversion import BudgetTable, Rewritten
 from acm_compiler.runtime.budgets import PRINTED, TOLERANCE, Rows, interpolate, rows_of
 
@@ -50,14 +50,14 @@ class Controlled(nn.Module):
         if self.per_example:
             most = torch.stack([self._highest(count, given) for count in range(self.most + 1)])
             with batch_held(self.owner, Said(knob=knob_B, k_lo=k_lo_B, most=most, each=True)):
-                return plain_output(self.model(*args, **kwargs))
+                return self.model(*args, **kwargs)
         values: dict[str, Tensor] = {}
         for path, acm in self.acms.items():
             high = self._highest(acm.count, given).clamp(acm.k_min, acm.count)
             low = torch.minimum(k_lo_B.reshape(()), high).clamp(min=acm.k_min)
             bits = knob_B.reshape(()).view(torch.int32)
             values |= {f"{path}.{name}": value for name, value in zip(RUN_TIME, 2 * (bits, low, high), strict=True)}
-        return plain_output(torch.func.functional_call(self.model, values, args, kwargs))
+        return torch.func.functional_call(self.model, values, args, kwargs)
 
     def _settings(self, given: Mapping[Control, Tensor]) -> tuple[Tensor, Tensor]:
         """The gates' knob and lowest k, [B], or [1] for all examples."""

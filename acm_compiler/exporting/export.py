@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from acm_compiler.acm.intact import refuse_in_parts, refuse_skips
 from acm_compiler.checkpoint.folder import checked_extra
@@ -19,17 +21,31 @@ from acm_compiler.exporting import aoti, checkpoint, onnx
 from acm_compiler.exporting.calls import (
     Axes,
     Call,
+    Outputs,
     batch_of,
+    copied_tensors,
     example_call,
     free_axes,
     names_of,
     plain_output,
+    tensors_alone,
+    widened,
     with_signature,
 )
 from acm_compiler.exporting.controls import Controlled, asserted, check_controls, example_controls
-from acm_compiler.exporting.fixed import Plain, as_dense_layers, fixed_ks, hold, ks_of_budget
+from acm_compiler.exporting.fixed import Called, as_dense_layers, fixed_ks, hold, ks_of_budget
 from acm_compiler.exporting.folder import check_folder, describe, moves, size_of, write_export
-from acm_compiler.exporting.traced import Traced, check_answers, counters_kept, refusing, trace, without_dense_regions
+from acm_compiler.exporting.traced import (
+    Traced,
+    check_answers,
+    counters_kept,
+    drawn,
+    refuse_python,
+    refusing,
+    trace,
+    with_products_of_torch,
+    without_dense_regions,
+)
 from acm_compiler.files import write_file
 from acm_compiler.passes.rewrite.conversion import Rewritten, wholly_rewritten
 from acm_compiler.passes.rewrite.revert import rewritten_root
@@ -95,19 +111,22 @@ def export(
     if format == "checkpoint":
         return _write_checkpoint(found, folder, call, _chosen_ks(found, call, fixed_k, budget), files)
     with undisturbed(found), without_dense_regions(found), counters_kept(found, traced=format == "pt2"):
+        outputs = {"pt2": plain_output, "aoti": tensors_alone, "onnx": copied_tensors}[format]
         if fixed_k is not None or budget is not None:
             ks = _chosen_ks(found, call, fixed_k, budget)
-            return _write_files(found, _with_fixed_k(found, call, ks, dynamic=dynamic), folder, format, ks)
+            traced = _of_any_batch(call, lambda call: _with_fixed_k(found, call, ks, dynamic=dynamic, outputs=outputs))
+            return _write_files(found, traced, folder, format, ks)
         named = check_controls(controls, inputs=names_of(found.model, call))
         require = aoti.required if format == "aoti" else asserted
         module = Controlled(found, named, per_example=per_example, require=require)
-        traced = _with_budgets(found, module, call, dynamic=dynamic)
+        traced = _of_any_batch(call, lambda call: _with_budgets(found, module, call, dynamic=dynamic, outputs=outputs))
         if format == "pt2":
             return _write_pt2(found, traced, folder)
         return _write_files(found, traced, folder, format, {})
 
 
 def _write_pt2(found: Rewritten, traced: Traced, folder: Path) -> Path:
+    with_products_of_torch(traced.program)
     error = traced.check(traced.program.module(), where="pt2")
     for acm in found.acms.values():
         if acm.counts is not None:  # the program's own, which the check has added to
@@ -123,6 +142,7 @@ def _write_pt2(found: Rewritten, traced: Traced, folder: Path) -> Path:
 
 def _write_files(found: Rewritten, traced: Traced, folder: Path, format: str, ks: Mapping[str, int]) -> Path:
     """Write the files of a format that others than torch run, and try them."""
+    refuse_python(traced.program, format)
     made: Any = {"aoti": aoti, "onnx": onnx}[format]
     with tempfile.TemporaryDirectory() as name:
         aside = Path(name)
@@ -144,8 +164,8 @@ def _write_checkpoint(
     built: Any = checkpoint.build(found, ks)
     with undisturbed(found):
         hold(found, ks)
-        expected = plain_output(found.model(*args, **kwargs))
-        error = check_answers(plain_output(built(*args, **kwargs)), expected, where="checkpoint")
+        answers = [plain_output(drawn(partial(each, *args, **kwargs))) for each in (built, found.model)]
+        error = check_answers(*answers, where="checkpoint")
     facts = describe(found, "checkpoint", [], usage=checkpoint.usage(found.model), error=error, fixed=ks)
     with tempfile.TemporaryDirectory() as aside:
         built.save_pretrained(aside)
@@ -183,7 +203,21 @@ def check_format(format: str, fixed_k: int | None = None, budget: float | str | 
         raise UsageError("extra files must be None but for the format checkpoint", where="extra", found=format)
 
 
-def _with_budgets(found: Rewritten, module: Controlled, call: Call, *, dynamic: Axes | None) -> Traced:
+def _of_any_batch(call: Call, trace_call: Callable[[Call], Traced]) -> Traced:
+    """The program of `call` for any number of examples; for that of the call alone where the model takes no other."""
+    if (wide := widened(call)) is not call:
+        with contextlib.suppress(UsageError):  # of the call as it was given, it is raised below
+            traced = trace_call(wide)
+            tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+            pairs = zip(tensors, traced.inputs, strict=False)  # those of the controls come last
+            if all("batch" in free.shape for given, free in pairs if given.shape[:1] == (1,)):
+                return traced
+    return trace_call(call)
+
+
+def _with_budgets(
+    found: Rewritten, module: Controlled, call: Call, *, dynamic: Axes | None, outputs: Outputs
+) -> Traced:
     """The program whose budget is an input."""
     model = found.model
     _check_runs(model, call)
@@ -195,7 +229,8 @@ def _with_budgets(found: Rewritten, module: Controlled, call: Call, *, dynamic: 
         spend(found, budget)
         return plain_output(model(*call[0], **call[1]))
 
-    program = trace(with_signature(module.eval(), names), (args, kwargs), free_axes(names, (args, kwargs), dynamic))
+    axes = free_axes(names, (args, kwargs), dynamic)
+    program = trace(with_signature(module.eval(), names, outputs), (args, kwargs), axes)
     return Traced(
         program=program,
         call=(args, kwargs),
@@ -206,7 +241,9 @@ def _with_budgets(found: Rewritten, module: Controlled, call: Call, *, dynamic: 
     )
 
 
-def _with_fixed_k(found: Rewritten, call: Call, ks: Mapping[str, int], *, dynamic: Axes | None) -> Traced:
+def _with_fixed_k(
+    found: Rewritten, call: Call, ks: Mapping[str, int], *, dynamic: Axes | None, outputs: Outputs
+) -> Traced:
     """The program in which every token of a site runs as many learners as `ks` says."""
     model, names = found.model, names_of(found.model, call)
 
@@ -215,7 +252,8 @@ def _with_fixed_k(found: Rewritten, call: Call, ks: Mapping[str, int], *, dynami
         return plain_output(model(*call[0], **call[1]))
 
     with as_dense_layers(found, ks):
-        program = trace(with_signature(Plain(model).eval(), names), call, free_axes(names, call, dynamic))
+        module = with_signature(Called(model).eval(), names, outputs)
+        program = trace(module, call, free_axes(names, call, dynamic))
     return Traced(program=program, call=call, names=tuple(names), answer=answer, low=None, quantized=False)
 
 

@@ -13,7 +13,6 @@ from acm_compiler.acm import ACM
 from acm_compiler.acm.arguments import Weights
 from acm_compiler.acm.reference import prefix_output
 from acm_compiler.errors import BudgetUnreachable, UsageError
-from acm_compiler.exporting.calls import plain_output
 from acm_compiler.exporting.controls import measured
 from acm_compiler.exporting.traced import given_to
 from acm_compiler.passes.rewrite.conversion import Rewritten
@@ -24,15 +23,15 @@ from acm_compiler.runtime.measure_budgets import undisturbed
 from acm_compiler.runtime.usage import PADDING, recorded
 
 
-class Plain(nn.Module):
-    """A model, with plain outputs."""
+class Called(nn.Module):
+    """A model, called with what it is given."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return plain_output(self.model(*args, **kwargs))
+        return self.model(*args, **kwargs)
 
 
 class FirstLearners(nn.Module):

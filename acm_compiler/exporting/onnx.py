@@ -148,8 +148,12 @@ def as_learners(x: Tensor, *tensors: Any, form: str, act: str) -> Tensor:
     return y if call.residual is None else y + call.residual
 
 
-OPERATORS: dict[Any, Callable[..., Any]] = {LEARNERS.default: as_learners, GATE.default: as_gate}
-"""Substitutes for the operators of ACMs, by operator."""
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    LEARNERS.default: as_learners,
+    GATE.default: as_gate,
+    torch.ops.aten._is_all_true.default: torch.all,
+}
+"""Substitutes for the operators of ACMs, and for one that checks of models call, by operator."""
 
 
 def prefixes_output(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:

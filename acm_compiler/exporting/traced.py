@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
 from torch.utils import _pytree as pytree
 
 from acm_compiler.acm import ACM
@@ -24,6 +27,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, tor
 _QUANTIZED = 2e-2
 # at which a program is compared with the model
 _BUDGETS = 5
+# products of the experts of a mixture, by groups of rows, as transformers traces them
+_EXPERTS = "transformers.grouped_mm_fallback.default"
 Answer = Callable[[float], Any]
 
 
@@ -66,12 +71,13 @@ class Traced:
     def words(self) -> list[str]:
         """The call's arguments as one writes them."""
         args, kwargs = self.call
-        shown = {name: name if isinstance(value, Tensor) else repr(value) for name, value in kwargs.items()}
-        if "budget" in shown:
+        values = dict(zip(self.names, (*args, *kwargs.values()), strict=True))
+        shown = {name: name if _tensors(value) else repr(value) for name, value in values.items()}
+        if "budget" in kwargs:
             there = "" if self.device.type == "cpu" else f', device="{self.device.type}"'
             each = kwargs["budget"].dim()
             shown["budget"] = f"torch.full((batch,), 0.4{there})" if each else f"torch.tensor(0.4{there})"
-        return [*self.names[: len(args)], *(f"{name}={value}" for name, value in shown.items())]
+        return [shown[name] for name in self.names[: len(args)]] + [f"{name}={shown[name]}" for name in kwargs]
 
     @property
     def inputs(self) -> list[TensorInput]:
@@ -87,7 +93,7 @@ class Traced:
         for (path, leaf), node in zip(leaves, self.program.graph_signature.user_inputs, strict=True):
             if isinstance(leaf, Tensor):
                 name = path[0].key + pytree.keystr(path[1:])
-                sizes = enumerate(nodes[node].meta["val"].shape)
+                sizes = enumerate(map(_known, nodes[node].meta["val"].shape))
                 shape = tuple(_size(size, name, axis, lengths) for axis, size in sizes)
                 found.append(TensorInput(name=name, dtype=str(leaf.dtype).removeprefix("torch."), shape=shape))
         return found
@@ -97,7 +103,8 @@ class Traced:
         """Names of the tensors that the program gives, in order: keys and places, "output" for one tensor alone."""
         taken = {tensor.name for tensor in self.inputs}
         leaves = pytree.tree_flatten_with_path(self.answer(1.0))[0]
-        names = ["_".join(pytree.keystr((key,)).strip("[].'") for key in path) for path, _ in leaves]
+        paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
+        names = ["_".join(pytree.keystr((key,)).strip("[].'") for key in path) for path in paths]
         plain = [bool(name) and not name[0].isdigit() and name not in taken for name in names]
         return [name if is_plain else f"output_{name}".rstrip("_") for name, is_plain in zip(names, plain, strict=True)]
 
@@ -114,14 +121,15 @@ class Traced:
         """
         args, kwargs = self.call
         if self.low is None:
-            return check_answers(run(*args, **kwargs), self.answer(1.0), where=where, quantized=self.quantized)
+            found, expected = drawn(partial(run, *args, **kwargs)), drawn(partial(self.answer, 1.0))
+            return check_answers(found, expected, where=where, quantized=self.quantized)
         errors = []
         for step in range(_BUDGETS):
             budget = self.low + (1 - self.low) * step / (_BUDGETS - 1)
             given = kwargs | {"budget": torch.full_like(kwargs["budget"], budget)}
             place = f"{where}, budget {budget:.3f}"
-            found = run(*args, **given)
-            errors.append(check_answers(found, self.answer(budget), where=place, quantized=self.quantized))
+            found, expected = drawn(partial(run, *args, **given)), drawn(partial(self.answer, budget))
+            errors.append(check_answers(found, expected, where=place, quantized=self.quantized))
         return max(errors)
 
 
@@ -133,9 +141,30 @@ def trace(module: nn.Module, call: Call, free: dict[str, Any]) -> torch.export.E
     from torch._inductor import config
 
     args, kwargs = call
-    # a graph to be frozen would keep what it reads of the ACMs
-    with refusing("torch.export makes no program of this model"), config.patch(freezing=False):
+    refusal = refusing("torch.export makes no program of this model")
+    # a graph to be frozen would keep what it reads of the ACMs; one that torch gives up it prints first, whole
+    with refusal, config.patch(freezing=False), redirect_stderr(StringIO()):
         return torch.export.export(module, args, kwargs, dynamic_shapes=free, strict=False)
+
+
+def with_products_of_torch(program: torch.export.ExportedProgram) -> None:
+    """Give a program torch's own product of experts, which the model runs, for the one that transformers traces."""
+    for node in program.graph.nodes:
+        if str(node.target) == _EXPERTS:
+            node.target = torch.ops.aten._grouped_mm.default
+    program.graph_module.recompile()
+
+
+def refuse_python(program: torch.export.ExportedProgram, format: str) -> None:
+    """UsageError for a program with an operator that another library has in Python alone."""
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in OPDEFS:
+            fix = "format pt2"
+            if str(node.target) == _EXPERTS:
+                fix += "; or original.set_experts_implementation('batched_mm') before acm.rewrite: more memory"
+            raise UsageError(
+                f"the format {format} holds no operator that is written in Python", found=str(node.target), fix=fix
+            )
 
 
 @contextmanager
@@ -149,8 +178,11 @@ def refusing(what: str) -> Iterator[None]:
         return
     if isinstance(error, AcmError):
         raise error
-    reasons = [line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- ")]
-    reason = f"{type(error).__name__}: {reasons[0]}" if reasons else first_line(error)
+    told: BaseException = error
+    while type(told).__module__.startswith("torch.onnx") and told.__cause__ is not None:
+        told = told.__cause__  # its own lines are advice for whoever writes converters
+    reasons = [line.strip(" -") for line in str(told).splitlines() if line.lstrip().startswith("- ")]
+    reason = f"{type(told).__name__}: {reasons[0]}" if reasons else first_line(told)
     raise UsageError(with_frames(f"{what}: {reason}", error)) from error
 
 
@@ -179,6 +211,12 @@ def counters_kept(found: Rewritten, *, traced: bool) -> AbstractContextManager[N
     return given_to({acm: {"counts": torch.zeros_like(counts) if traced else None} for acm, counts in counted.items()})
 
 
+def _known(size: Any) -> Any:
+    """A length; as a number where the graph allows no other, of which the example's shape knows nothing."""
+    known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+    return size if known is None else known
+
+
 def _size(size: Any, name: str, axis: int, lengths: list[str]) -> int | str:
     """One length of a shape: a number, or the name of a free one. `lengths` takes the first that is called so."""
     if isinstance(size, int) or axis == 0:
@@ -186,6 +224,13 @@ def _size(size: Any, name: str, axis: int, lengths: list[str]) -> int | str:
     if axis == 1 and not lengths:
         lengths.append(str(size))
     return "length" if axis == 1 and str(size) in lengths else f"{name}_{axis}"
+
+
+def drawn(run: Callable[[], Any]) -> Any:
+    """The output of `run`; a model that draws random numbers, and its program, draw the same ones."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return run()
 
 
 def check_answers(found: Any, expected: Any, *, where: str, quantized: bool = False) -> float:
@@ -214,5 +259,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def _error(found: Tensor, expected: Tensor) -> float:
     found, expected = without_masked(found.to(expected.device), expected)
+    undefined = found.isnan() & expected.isnan()
+    found, expected = found.masked_fill(undefined, 0), expected.masked_fill(undefined, 0)
     largest = float(expected.where(expected.isfinite(), 0).abs().max())
     return float((found - expected).abs().max()) / (largest or 1.0)

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from collections import namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,9 +14,9 @@ from typer.testing import CliRunner
 import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.errors import AcmError, FixedBudget, StorageError, UsageError, VerificationFailed
-from acm_compiler.exporting.calls import free_axes, plain_output
+from acm_compiler.exporting.calls import copied_tensors, free_axes, plain_output, tensors_alone
 from acm_compiler.exporting.controls import check_controls
-from acm_compiler.exporting.traced import check_answers
+from acm_compiler.exporting.traced import Traced, check_answers, refusing
 from acm_compiler.passes.rewrite.conversion import BudgetTable, conversion
 from tests.helpers.decoders import gated
 from tests.helpers.models import WIDTH, Flattened, Mlp, Residual
@@ -137,6 +139,110 @@ def test_outputs_of_transformers_become_dicts_with_the_outputs_of_their_parts():
     ]
 
 
+_Named = namedtuple("_Named", "first second")
+
+
+@dataclass
+class _Described:
+    logits: torch.Tensor
+    hidden: list
+    note: str = "free text"
+    count: int = 3
+    loss: torch.Tensor | None = None
+
+
+def test_outputs_become_dicts_lists_and_tuples_that_no_library_is_needed_for():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    one = torch.ones(1)
+    within = outputs.BaseModelOutput(last_hidden_state=one)
+    assert plain_output(_Described(one, [one, within])) == {
+        "logits": one,
+        "hidden": [one, {"last_hidden_state": one}],
+        "count": 3,
+        "loss": None,
+    }
+    found = plain_output((within, _Named(one, (None, one)), _Described, {"a": within, "b": 2, "c": object()}))
+    assert found == ({"last_hidden_state": one}, (one, (None, one)), None, {"a": {"last_hidden_state": one}, "b": 2})
+    assert type(found[1]) is tuple
+    partly = plain_output(outputs.BaseModelOutput(last_hidden_state=one, hidden_states=(None, one)))
+    assert partly == {"last_hidden_state": one, "hidden_states": (None, one)}  # a tower that keeps its last alone
+    assert tensors_alone({"a": one, "b": 2, "c": [0.5, within]}) == {
+        "a": one,
+        "b": None,
+        "c": [None, {"last_hidden_state": one}],
+    }
+    copies = copied_tensors({"a": one, "b": 2})
+    assert copies["a"] is not one and torch.equal(copies["a"], one) and copies["b"] is None
+
+
+class _Drawing(nn.Module):
+    """Outputs in classes of its own, one of them random."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Residual(Mlp())
+
+    def forward(self, x):
+        y = self.part(x)
+        return _Named(_Described(y, [x, y]), y + torch.rand_like(y))
+
+
+@torch.no_grad()
+def test_random_numbers_are_drawn_alike_and_outputs_have_no_class_of_the_models(tmp_path):
+    x = torch.randn(2, 5, WIDTH)
+    model = gated(_Drawing().eval(), x, x)
+    program = torch.export.load(acm.export(model, tmp_path / "out", x)).module()
+    acm.set_budget(model, 0.5)
+    torch.manual_seed(7)
+    described, drawn = program(x, budget=torch.tensor(0.5))
+    torch.manual_seed(7)
+    expected = model(x)
+    assert_close(described["logits"], expected.first.logits)
+    assert_close(drawn, expected.second)
+
+
+class _ByRow(nn.Module):
+    """One output for each example, by a loop over them."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Residual(Mlp())
+
+    def forward(self, x):
+        return [row.mean(0) for row in self.part(x)]
+
+
+@torch.no_grad()
+def test_a_program_takes_the_one_example_it_was_made_with_where_the_model_fixes_their_number(tmp_path):
+    x = torch.randn(1, 5, WIDTH)
+    model = gated(_ByRow().eval(), x, x)
+    file = acm.export(model, tmp_path / "out", x)
+    acm.set_budget(model, 0.5)
+    assert_close(torch.export.load(file).module()(x, budget=torch.tensor(0.5))[0], model(x)[0])
+    assert json.loads((tmp_path / "out/export.json").read_text())["inputs"][0]["shape"] == [1, 5, WIDTH]
+
+
+def test_every_text_of_a_call_has_a_free_length():
+    call = ((), {"ids": torch.ones(2, 7, dtype=torch.long), "target_ids": torch.ones(2, 5, dtype=torch.long)})
+    axes = free_axes(["ids", "target_ids"], call, None)
+    assert list(axes["ids"]) == list(axes["target_ids"]) == [0, 1]
+
+
+@torch.no_grad()
+def test_a_mixture_of_experts_needs_no_operator_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    settings = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings |= {"num_key_value_heads": 2, "vocab_size": 20, "num_local_experts": 2, "num_experts_per_tok": 1}
+    ids = {"input_ids": torch.randint(0, 20, (2, 5))}
+    original = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings)).eval()
+    model = gated(original, ids, ids, sites="attn.o")
+    program = torch.export.load(acm.export(model, tmp_path / "out", ids))
+    assert "torch.ops.transformers" not in program.graph_module.code
+    acm.set_budget(model, 0.5)
+    assert_close(program.module()(**ids, use_cache=False, budget=torch.tensor(0.5))["logits"], model(**ids).logits)
+    refused(model, tmp_path / "package", ids, r"written in Python.*grouped_mm.*\n.*batched_mm", format="aoti")
+
+
 class _Pair(nn.Module):
     """Two sequences of any lengths, and a class that is never predicted."""
 
@@ -240,6 +346,14 @@ def test_outputs_that_are_not_the_models_are_refused():
             check_answers(found, wanted, where="pt2")
 
 
+def test_what_is_no_number_in_either_output_is_no_difference():
+    nan = torch.tensor([1.0, float("nan")])
+    assert check_answers(nan, nan, where="pt2") == 0
+    for found, expected in ((nan, torch.ones(2)), (torch.ones(2), nan), (2 * nan, nan)):
+        with pytest.raises(VerificationFailed):
+            check_answers(found, expected, where="pt2")
+
+
 @pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, -1e9, -1e4, float("-inf")])
 def test_masked_outputs_are_no_measure_of_the_others(masked):
     expected = torch.tensor([[1.0, masked, -2.0], [masked, 0.5, masked]])
@@ -291,6 +405,20 @@ def test_what_cannot_be_is_refused_and_nothing_written(vision, tmp_path):
         owner.table = table
 
 
+def test_a_refusal_of_torch_onnx_names_the_operator_and_gives_no_advice_about_converters():
+    failed = type("ConversionError", (Exception,), {"__module__": "torch.onnx"})
+    with pytest.raises(UsageError, match=r"no graph: KeyError: 'aten\.svd'"), refusing("no graph"):
+        raise failed("- Implement it") from KeyError("aten.svd")
+
+
+def test_the_printed_call_shows_constants_and_names_of_tensors():
+    pair = [torch.ones(2), torch.ones(2)]
+    call = ((pair, None, 0.5), {"flag": True, "extra": {"a": torch.ones(2)}, "budget": torch.ones(2)})
+    names = ("pair", "mask", "scale", *call[1])
+    program = Traced(program=None, call=call, names=names, answer=None, low=0.2, quantized=False)
+    assert program.words == ["pair", "None", "0.5", "flag=True", "extra=extra", "budget=torch.full((batch,), 0.4)"]
+
+
 class Deciding(nn.Module):
     """An MLP beside a bypass, and a decision on the values of the input."""
 
@@ -302,12 +430,13 @@ class Deciding(nn.Module):
         return x + self.mlp(x) if x.sum() > 0 else x - self.mlp(x)
 
 
-def test_a_model_that_decides_by_values_is_refused_with_torchs_reason(tmp_path):
+def test_a_model_that_decides_by_values_is_refused_with_torchs_reason_alone(tmp_path, capsys):
     x = torch.rand(2, 5, 8)
     original = Deciding().eval()
     model = acm.rewrite(original, acm.plan(original, x))
     give_budgets(model)
     refused(model, tmp_path / "out", x, "torch.export makes no program of this model: .*data-dependent")
+    assert "torch.ops.aten" not in capsys.readouterr().err  # the graph, which torch prints
 
 
 def test_a_program_names_acm_export_where_a_budget_is_set_on_it(program):

@@ -6,12 +6,14 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import acm_compiler as acm
 from acm_compiler.cli import app
 from acm_compiler.errors import PackageMissing, UsageError
 from acm_compiler.exporting import onnx as writing
+from tests.helpers.models import WIDTH, Mlp, Residual
 from tests.helpers.rewrite_cases import ALL, PUBLISHED, answer, assert_close, give_budgets, rewritten
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
@@ -98,6 +100,34 @@ def test_dynamic_quantisation_by_onnx_runtime(vision, folder, tmp_path, monkeypa
         acm.set_budget(model, budget)
         found, expected = writing.runner(tmp_path)(x, torch.tensor(budget))[0], model(x)
         assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+class Stages(nn.Module):
+    """All hidden states, the first of which is the input itself, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Residual(Mlp())
+
+    def forward(self, x):
+        return {"hidden": (x, self.part(x)), "layers": 1}
+
+
+@torch.no_grad()
+def test_an_output_that_is_the_input_leaves_the_input_its_name(tmp_path):
+    x = torch.randn(2, 5, WIDTH)
+    model = acm.rewrite(Stages().eval(), acm.plan(Stages().eval(), x, init="random"))
+    give_budgets(model)
+    acm.export(model, tmp_path / "out", x, format="onnx")
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
+    assert [value.name for value in session.get_inputs()] == ["x", "budget"]
+    assert [value.name for value in session.get_outputs()] == ["hidden_0", "hidden_1"]
+    acm.set_budget(model, 0.5)
+    first, last = writing.runner(tmp_path / "out")(x, torch.tensor(0.5))
+    assert torch.equal(first, x)
+    assert_close(last, model(x)["hidden"][1])
 
 
 def test_operators_are_those_of_the_standard_and_names_are_kept(folder):

@@ -9,7 +9,7 @@ from torch import nn
 from acm_compiler.acm.arguments import LearnerWeights
 from acm_compiler.acm.ops import LEARNERS
 from acm_compiler.acm.reference import run_learners
-from acm_compiler.exporting.onnx import OPERATORS, prefixes_output
+from acm_compiler.exporting.onnx import OPERATORS, plain_program, prefixes_output
 from tests.helpers.kernel_cases import FEW, FORMS, ODD, SHAPES, Case, k_of, to, weights_of
 
 
@@ -74,3 +74,16 @@ def test_one_graph_of_standard_operators_for_all_k_and_numbers_of_tokens(case, t
             found = torch.from_numpy(run.run(None, {"x": x.float().numpy(), "k": k_T.numpy()})[0])
             expected = run_learners(x.float(), k_T, weights)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Checking(nn.Module):
+    """A check of the kind that transformers' models of images and text make."""
+
+    def forward(self, x):
+        return x + torch._is_all_true(x > 0)
+
+
+def test_a_check_of_all_values_becomes_an_operator_that_onnx_has():
+    program = plain_program(torch.export.export(Checking(), (torch.ones(3),)))
+    assert "_is_all_true" not in program.graph_module.code
+    assert torch.equal(program.module()(torch.ones(3)), torch.full((3,), 2.0))

@@ -60,7 +60,8 @@ def real_work(
 
     lengths: for axes of tokens by their size, what part of them is real, [B], or None where all is. Rows count by the
     axis whose size is nearest, rows of one per example in full; products of two values by each of their sizes that is
-    one of these, or by the first axis that has padding; in full with `others_real`, as where images of any size are.
+    one of these, or by the first axis that has padding. others_real: what has none of these sizes counts in full, as
+    work on images of any size.
     """
     ones = torch.ones(batch, dtype=torch.float64)
     real = {size: ones if part is None else part for size, part in lengths.items()}
@@ -68,15 +69,15 @@ def real_work(
     padded = next(known, ones)
     total = torch.zeros(batch, dtype=torch.float64)
     for work in works:
-        total += work.macs / batch * _real_share(work, {1: ones} | real, padded, batch)
+        total += work.macs / batch * _real_share(work, {1: ones} | real, padded, batch, exactly=others_real)
     return total
 
 
-def _real_share(work: Work, real: Mapping[int, Tensor], padded: Tensor, batch: int) -> Tensor:
+def _real_share(work: Work, real: Mapping[int, Tensor], padded: Tensor, batch: int, *, exactly: bool) -> Tensor:
     """Share of a work that is for real tokens, [B]."""
     if work.rows:
         rows = work.rows / batch
-        near = [size for size in real if (size > 1) == (rows > 1)]
+        near = [size for size in real if (size == rows if exactly else (size > 1) == (rows > 1))]
         return real[min(near, key=lambda size: abs(math.log(size / rows)))] if near else padded
     known = [real[size] for size in work.lengths if size in real][:2]
     return math.prod(known[1:], start=known[0]) if known else padded

@@ -46,7 +46,7 @@ class Usage:
         self._lengths: dict[Side | None, Lengths] = {}
         self._padding = padding
         self._examples: int | None = None
-        self._shared = False
+        self._packed = False
         self._decoder = padding.decoder
         self._kept: list[int | Tensor] = []
         self.masked = False
@@ -58,9 +58,8 @@ class Usage:
             mask_BS = self._padding.mask_of(k_BS.shape)
         examples = self._padding.examples() or len(k_BS)
         self._examples = examples if self._examples in (None, examples) else 0  # calls of several sizes: unknown
-        self._shared |= len(k_BS) != examples
-        for size in (k_BS.shape[1], max(1, round(k_BS.numel() / examples))):  # of an image, and of an example
-            self._lengths.setdefault(side, {}).setdefault(size, mask_BS)
+        self._packed |= acm.layout is not None and not acm.layout.folds
+        self._lengths.setdefault(side, {}).setdefault(k_BS.shape[1], mask_BS)
         if mask_BS is not None:
             self.masked = True
             k_BS = torch.where(mask_BS.to(k_BS.device), k_BS, PADDING)
@@ -91,7 +90,7 @@ class Usage:
             others.setdefault(given.shape[1], given)
         for side, part in works.items():
             lengths = lengths_of(side, own, others)
-            self._kept.append(real_work(part, lengths, batch=batch, others_real=self._shared))
+            self._kept.append(real_work(part, lengths, batch=batch, others_real=self._packed))
 
     @property
     def k(self) -> dict[str, Tensor]:
@@ -226,8 +225,7 @@ class Usage:
                 fix="usage.k holds what each site ran; else give all parts as many examples (generate(): no beams), or "
                 "plan with examples of several images where there are such: acm.plan(model, example_inputs)",
             )
-        packed = any(at is not None and not at.folds for at in layouts.values())
-        return next(iter(sizes), (self._examples or 1) if packed else 1)
+        return next(iter(sizes), (self._packed and self._examples) or 1)
 
 
 def _learners_run(acm: ACM, k_BS: Tensor, x: Tensor) -> Tensor:

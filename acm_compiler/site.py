@@ -57,12 +57,18 @@ class Layout:
     """Batch axis of a site's input.
 
     The site's input is [..., features]. Axis `batch_axis` has batch * `folds` entries, the folds of one
-    example lying next to each other (windows, beams). All other axes but the last are token axes. Where no axis can
-    be told and the plan was made for one example, `batch_axis` is None: all tokens of a call are one example's.
+    example lying next to each other (windows, beams). All other axes but the last are token axes. 0 folds: the tokens
+    of all examples are packed along that axis, any number of each (patches of images). Where no axis can be told and
+    the plan was made for one example, `batch_axis` is None: all tokens of a call are one example's.
     """
 
     batch_axis: Whole | None = 0
-    folds: Count = 1
+    folds: Whole = 1
+
+    @property
+    def is_pooled(self) -> bool:
+        """True if the tokens of a call cannot be told apart by example."""
+        return self.batch_axis is None or not self.folds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ def fitted(layout: Layout | None, shape: torch.Size, owner: object) -> Layout | 
     Tokens that lie along the batch are as many as the call's examples have, where it tells how many there are, and else
     as many as the plan's example had.
     """
-    if layout is None or layout.batch_axis is None or (layout.folds == 1 and len(shape) > 1):
+    if layout is None or layout.batch_axis is None or not layout.folds or (layout.folds == 1 and len(shape) > 1):
         return layout
     batch, size = examples_of(owner), shape[layout.batch_axis]
     return layout if not batch or not size or size % batch else dataclasses.replace(layout, folds=size // batch)
@@ -27,9 +27,10 @@ def fitted(layout: Layout | None, shape: torch.Size, owner: object) -> Layout | 
 def keeps_order(layout: Layout | None, shape: torch.Size) -> bool:
     """True if an input [*shape, D] has the tokens of each example in the order of a mask [batch, tokens].
 
-    So it has where the batch is an axis of its own, and where batch and tokens are one axis; windows have not.
+    So it has where the batch is an axis of its own, and where batch and tokens are one axis; windows and packed tokens
+    have not.
     """
-    return layout is not None and (layout.folds == 1 or len(shape) == 1)
+    return layout is not None and (layout.folds == 1 or (layout.folds > 1 and len(shape) == 1))
 
 
 def size_of_mask(shape: torch.Size, layout: Layout | None) -> torch.Size | None:
@@ -45,12 +46,15 @@ def size_of_mask(shape: torch.Size, layout: Layout | None) -> torch.Size | None:
 
 
 def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
-    """`values_T` (one entry, or one row, per token of an input [*shape, D]) as [batch, tokens, ...]."""
+    """`values_T` (one entry, or one row, per token of an input [*shape, D]) as [batch, tokens, ...].
+
+    Tokens that cannot be told apart by example are those of one.
+    """
     layout = _known(layout, site)
+    if layout.batch_axis is None or not layout.folds:
+        return values_T.unsqueeze(0)
     batch = _batch(shape, layout, site)
     values = values_T.unflatten(0, shape) if values_T.shape[0] else values_T.reshape(*shape, *values_T.shape[1:])
-    if layout.batch_axis is None:
-        return values_T.unsqueeze(0)
     values = values.movedim(layout.batch_axis, 0)
     tokens = shape.numel() // batch if batch else 0
     return values.reshape(batch, tokens, *values_T.shape[1:])
@@ -78,9 +82,9 @@ def axis_of_ones(layout: Layout | None) -> int | None:
 
     None where such inputs cannot be told.
     """
-    if layout is None or layout.folds != 1:
+    if layout is None or layout.folds > 1:
         return None
-    return NO_AXIS if layout.batch_axis is None else layout.batch_axis
+    return NO_AXIS if layout.is_pooled else layout.batch_axis
 
 
 def is_one_each(shape: torch.Size, axis: int | None) -> bool:
@@ -103,9 +107,12 @@ def of_examples(values_B: Tensor, shape: torch.Size, layout: Layout | None, *, s
 
 
 def examples(shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
-    """The number, from 0, of the example to which each token of an input [*shape, D] belongs, as [T]."""
+    """The number, from 0, of the example to which each token of an input [*shape, D] belongs, as [T].
+
+    0 for all where they cannot be told apart.
+    """
     layout = _known(layout, site)
-    if layout.batch_axis is None:
+    if layout.is_pooled:
         return torch.zeros(shape.numel(), dtype=torch.int64)
     return of_examples(torch.arange(_batch(shape, layout, site)), shape, layout, site=site)
 
@@ -151,9 +158,9 @@ def _check_mask(mask_BS: Tensor, shape: torch.Size, layout: Layout | None, site:
     layout = _known(layout, site)
     if not keeps_order(layout, shape):
         raise LayoutUnknown(
-            "a token mask cannot be followed into folded tokens (windows, beams)",
+            "a token mask cannot be followed into folded or packed tokens (windows, beams, patches of images)",
             where=site,
-            fix="leave mask= out",
+            fix="leave mask= out: sites read the attention_mask among the call's own arguments where it fits",
         )
     others = torch.Size(size for axis, size in enumerate(shape) if axis != layout.batch_axis)
     _check(mask_BS.shape[0], _batch(shape, layout, site), "examples in the mask", site)
@@ -165,6 +172,12 @@ def _batch(shape: torch.Size, layout: Layout, site: str) -> int:
     """The number of examples in an input [*shape, D]; LayoutUnknown where it is none of the planned length."""
     if layout.batch_axis is None:
         return 1
+    if not layout.folds:
+        raise LayoutUnknown(
+            "the tokens of all examples are packed into one axis here, and whose they are is not known",
+            where=site,
+            fix="give a call examples of the same budget alone, by acm.set_budget(model, budget); or exclude the site",
+        )
     if shape[layout.batch_axis] % layout.folds:
         raise LayoutUnknown(
             "the tokens of an example lie along the batch here, and their number was another one when it was planned",

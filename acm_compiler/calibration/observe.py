@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from acm_compiler.acm import ACM, tokens
+from acm_compiler.acm.context import examples_of
 from acm_compiler.acm.precision import FastLinears, exactly, no_autocast
 from acm_compiler.calibration.answer import answers, energy, mask_in, random_directions, run
 from acm_compiler.calibration.examples import Options, Share, shares, tokens_shape
@@ -185,8 +186,11 @@ class _Taps:
         record = self.records.get(acm.name)
         if record is not None:
             x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), _real_tokens(acm, x, self.mask_BS)
-            example_T = tokens.examples(x.shape[:-1], acm.layout_of(x.shape[:-1]), site=acm.name)
-            self.examples = max(self.examples, int(example_T[-1:].sum()) + 1)
+            layout = acm.layout_of(x.shape[:-1])
+            example_T = tokens.examples(x.shape[:-1], layout, site=acm.name)
+            packed = layout is not None and not layout.folds  # then the call alone tells
+            count = examples_of(acm.conversion) if packed else int(example_T[-1:].sum()) + 1
+            self.examples = max(self.examples, count or 1)
             self.calls += 1
             h_TF = self.hidden.pop(acm.name, None)
             with no_autocast(), exactly():  # the model may autocast by itself

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from acm_compiler.planning.decisions import PlannedSite
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from acm_compiler.planning.plan import Plan
 
 
@@ -83,6 +85,14 @@ def learner_macs(runs: Iterable[tuple[PlannedSite, Any, Any]]) -> tuple[Any, Any
         each = macs_per_learner(site)
         run, full = run + learners * each, full + tokens * (site.learners * each)
     return run, full
+
+
+def by_example(values: Tensor, examples: int) -> Tensor:
+    """`values` [R] of the rows of one site as those of `examples` examples.
+
+    Where rows are something else (images, or tokens of all examples packed), an equal part of their sum for each.
+    """
+    return values if len(values) == examples else (values.sum() / examples).expand(examples)
 
 
 def gate_macs_per_token(site: PlannedSite) -> int:

@@ -225,7 +225,7 @@ def _check_phases(found: Rewritten, wanted: Mapping[str, float | str]) -> tuple[
 def refuse_phases(found: Rewritten) -> None:
     """LayoutUnknown where a site cannot tell the phases apart."""
     for name, acm in found.acms.items():
-        if acm.layout is None or acm.layout.folds != 1:
+        if acm.axis_of_ones is None:
             raise LayoutUnknown(
                 "how many tokens of each sequence a call holds is not known at this site",
                 where=name,

@@ -53,26 +53,31 @@ def kept_work_watched(
         here.close()  # torch calls no hooks after Ctrl-C
 
 
-def real_work(works: Sequence[Work], lengths: Mapping[int, Tensor | None], *, batch: int) -> Tensor:
+def real_work(
+    works: Sequence[Work], lengths: Mapping[int, Tensor | None], *, batch: int, others_real: bool = False
+) -> Tensor:
     """MACs of `works` for each of `batch` examples without what was done for padding, float64 [B].
 
     lengths: for axes of tokens by their size, what part of them is real, [B], or None where all is. Rows count by the
     axis whose size is nearest, rows of one per example in full; products of two values by each of their sizes that is
-    one of these, or by the first axis that has padding.
+    one of these, or by the first axis that has padding. others_real: what has none of these sizes counts in full, as
+    work on images of any size.
     """
-    real = {size: torch.ones(batch) if part is None else part for size, part in lengths.items()}
-    padded = next((part for part in lengths.values() if part is not None), torch.ones(batch))
+    ones = torch.ones(batch, dtype=torch.float64)
+    real = {size: ones if part is None else part for size, part in lengths.items()}
+    known = (part for part in lengths.values() if part is not None and not others_real)
+    padded = next(known, ones)
     total = torch.zeros(batch, dtype=torch.float64)
     for work in works:
-        total += work.macs / batch * _real_share(work, {1: torch.ones(batch)} | real, padded, batch)
+        total += work.macs / batch * _real_share(work, {1: ones} | real, padded, batch, exactly=others_real)
     return total
 
 
-def _real_share(work: Work, real: Mapping[int, Tensor], padded: Tensor, batch: int) -> Tensor:
+def _real_share(work: Work, real: Mapping[int, Tensor], padded: Tensor, batch: int, *, exactly: bool) -> Tensor:
     """Share of a work that is for real tokens, [B]."""
     if work.rows:
         rows = work.rows / batch
-        near = [size for size in real if (size > 1) == (rows > 1)]
+        near = [size for size in real if (size == rows if exactly else (size > 1) == (rows > 1))]
         return real[min(near, key=lambda size: abs(math.log(size / rows)))] if near else padded
     known = [real[size] for size in work.lengths if size in real][:2]
     return math.prod(known[1:], start=known[0]) if known else padded

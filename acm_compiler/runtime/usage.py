@@ -18,7 +18,7 @@ from acm_compiler.acm.sparse import kept_share
 from acm_compiler.errors import NothingRecorded, UsageError, check_bool, counted
 from acm_compiler.passes.find.count_macs import Work
 from acm_compiler.passes.rewrite.conversion import Rewritten, refuse_compiled, rewritten
-from acm_compiler.planning.cost import dense_macs_per_token, gate_macs_per_token, learner_macs
+from acm_compiler.planning.cost import by_example, dense_macs_per_token, gate_macs_per_token, learner_macs
 from acm_compiler.planning.cost_table import unit_of
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
@@ -31,9 +31,11 @@ PADDING = -1
 class Usage:
     """Learners and MACs run by the forwards inside one `acm.record`.
 
-    `k` maps a site's name to an int tensor [batch, tokens], -1 at padded positions. Repeated calls are taken for calls
-    on the same examples: they follow each other along the token axis, and their MACs add up. `masked` tells whether a
-    padding mask was known, `counted` whether MACs are, `is_here` whether a call is one of those recorded.
+    `k` maps a site's name to an int tensor [batch, tokens], -1 at padded positions. Where its tokens cannot be told
+    apart by example (patches of images) that is [1, tokens], and their MACs are shared out alike among examples.
+    Repeated calls are taken for calls on the same examples: they follow each other along the token axis, and their MACs
+    add up. `masked` tells whether a padding mask was known, `counted` whether MACs are, `is_here` whether a call is one
+    of those recorded.
     """
 
     is_here: Callable[[], bool]
@@ -44,6 +46,8 @@ class Usage:
         self._run: dict[str, list[Tensor]] = {}
         self._lengths: dict[Side | None, Lengths] = {}
         self._padding = padding
+        self._examples: int | None = None
+        self._packed = False
         self._decoder = padding.decoder
         self._kept: list[int | Tensor] = []
         self.masked = False
@@ -53,6 +57,9 @@ class Usage:
         side = self._decoder.side
         if mask_BS is None and tokens.keeps_order(acm.layout, x.shape[:-1]):
             mask_BS = self._padding.mask_of(k_BS.shape)
+        examples = self._padding.examples() or len(k_BS)
+        self._examples = examples if self._examples in (None, examples) else 0  # calls of several sizes: unknown
+        self._packed |= acm.layout is not None and not acm.layout.folds
         self._lengths.setdefault(side, {}).setdefault(k_BS.shape[1], mask_BS)
         if mask_BS is not None:
             self.masked = True
@@ -83,7 +90,8 @@ class Usage:
         if given is not None and given.shape[0] == batch:
             others.setdefault(given.shape[1], given)
         for side, part in works.items():
-            self._kept.append(real_work(part, lengths_of(side, own, others), batch=batch))
+            lengths = lengths_of(side, own, others)
+            self._kept.append(real_work(part, lengths, batch=batch, others_real=self._packed))
 
     @property
     def k(self) -> dict[str, Tensor]:
@@ -163,7 +171,7 @@ class Usage:
         """MACs of what stays dense, for each example, float64 [batch]; padding left out."""
         if not self.counted:
             raise NothingRecorded("this record left out what stays dense", fix="acm.record(model), without macs=False")
-        batch = len(self.shares)
+        batch = self._batch
         kept = torch.zeros(batch, dtype=torch.float64)
         for macs in self._kept:
             kept += macs if isinstance(macs, Tensor) else macs / max(batch, 1)
@@ -171,8 +179,10 @@ class Usage:
 
     def _per_token(self, macs: Callable[[PlannedSite], int]) -> Tensor:
         """`macs` of every real token's site, added up for each example."""
-        counts = [to_float64((k_BS != PADDING).sum(1)).cpu() * macs(self._plan.site(n)) for n, k_BS in self.k.items()]
-        return torch.stack(counts).sum(0)
+        batch, total = self._batch, torch.zeros(self._batch, dtype=torch.float64)
+        for name, k_BS in self.k.items():
+            total += by_example(to_float64((k_BS != PADDING).sum(1)).cpu(), batch) * macs(self._plan.site(name))
+        return total
 
     def __str__(self) -> str:
         """The budget reached, and a row for every site."""
@@ -198,25 +208,27 @@ class Usage:
     @property
     def learner_macs(self) -> tuple[Tensor, Tensor]:
         """Learner MACs run and those at k = N, each float64 [batch]; UsageError where sites saw several batch sizes."""
-        self._refuse_sizes()
-        runs = []
+        batch, runs = self._batch, []
         for name, k_BS in self.k.items():
             real = k_BS != PADDING
             run_B = (torch.cat(self._run[name], dim=1) * real).sum(1)
-            runs.append((self._plan.site(name), to_float64(run_B).cpu(), to_float64(real.sum(1)).cpu()))
+            run_B, real_B = (by_example(to_float64(values_B).cpu(), batch) for values_B in (run_B, real.sum(1)))
+            runs.append((self._plan.site(name), run_B, real_B))
         return learner_macs(runs)
 
-    def _refuse_sizes(self) -> None:
+    @property
+    def _batch(self) -> int:
+        """The number of examples; UsageError where sites saw several batch sizes."""
         layouts = {site.name: site.layout for site in self._plan.sites}
-        sizes = {  # a site without a batch axis sees all its tokens as one example's
-            len(k_BS): name for name, k_BS in self.k.items() if (at := layouts[name]) and at.batch_axis is not None
-        }
+        sizes = {len(k_BS): name for name, k_BS in self.k.items() if (at := layouts[name]) and not at.is_pooled}
         if len(sizes) > 1:
             raise UsageError(
                 "the parts of this model saw batches of different sizes, so nothing adds up by example",
                 found=", ".join(f"{name}: {size}" for size, name in sizes.items()),
-                fix="usage.k holds what each site ran; else give all parts as many examples (generate(): no beams)",
+                fix="usage.k holds what each site ran; else give all parts as many examples (generate(): no beams), or "
+                "plan with examples of several images where there are such: acm.plan(model, example_inputs)",
             )
+        return next(iter(sizes), (self._packed and self._examples) or 1)
 
 
 def _learners_run(acm: ACM, k_BS: Tensor, x: Tensor) -> Tensor:

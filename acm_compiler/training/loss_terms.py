@@ -17,7 +17,7 @@ from torch import distributed as dist
 from acm_compiler.acm.context import Choices
 from acm_compiler.errors import NothingRecorded, UsageError
 from acm_compiler.passes.rewrite.conversion import rewritten
-from acm_compiler.planning.cost import learner_macs
+from acm_compiler.planning.cost import by_example, learner_macs
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan
 from acm_compiler.runtime import ranks
@@ -157,7 +157,6 @@ def take_choices(model: nn.Module) -> RelaxedChoices:
     plan, grouped = found.plan, []
     for forward in _by_forward(taken, plan):
         grouped.append(tuple(_site_choices(plan.site(name), calls) for name, calls in forward.items() if calls))
-        _check_batch(grouped[-1])
     return RelaxedChoices(forwards=tuple(grouped), macs=_macs(grouped))
 
 
@@ -171,7 +170,11 @@ def _by_forward(taken: _Taken, plan: Plan) -> list[_Taken]:
 
 
 def _macs(forwards: Sequence[tuple[SiteChoices, ...]]) -> tuple[Tensor, Tensor]:
-    pairs = [learner_macs((c.site, _wide(c.learners), _wide(c.tokens)) for c in forward) for forward in forwards]
+    pairs = []
+    for forward in forwards:
+        batch = _batch(forward)
+        values = ((c.site, by_example(_wide(c.learners), batch), by_example(_wide(c.tokens), batch)) for c in forward)
+        pairs.append(learner_macs(values))
     run_B, full_B = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     real_B = full_B > 0
     return run_B[real_B], full_B[real_B]
@@ -212,10 +215,12 @@ def _site_choices(site: PlannedSite, calls: tuple[Choices, ...]) -> SiteChoices:
     )
 
 
-def _check_batch(forward: tuple[SiteChoices, ...]) -> None:
-    sizes = {choices.nu.shape[0]: choices.site.name for choices in forward}
+def _batch(forward: tuple[SiteChoices, ...]) -> int:
+    """The number of examples, by the sites that tell them apart."""
+    sizes = {c.nu.shape[0]: c.site.name for c in forward if c.site.layout and not c.site.layout.is_pooled}
     if len(sizes) > 1:
         raise UsageError("sites saw batches of different sizes", found=sizes, fix="call acm.losses after every forward")
+    return next(iter(sizes), 1)
 
 
 def gather_examples(share_B: Tensor) -> Tensor:

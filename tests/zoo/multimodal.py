@@ -109,7 +109,7 @@ MODELS = [
         truth=_clip("image_encoder.vision_model") + _bert("encoder.layer.0", "encoder.layer.1"),
     ),
     Model(
-        # it chooses the patches of each picture by itself: a plan of it is for one example at a time
+        # it chooses the patches of each picture by itself
         name="hf ViLT",
         build=hf(
             "ViltModel",

@@ -49,6 +49,11 @@ class Reshaping(nn.Module):
         (lambda x: x.transpose(0, 1).reshape(-1, D), None),
         (lambda x: torch.cat([x, x]), None),
         (lambda x: x.repeat(3, 1, 1), None),
+        # values may choose other rows of each example
+        (lambda x: x[x.abs().amax((1, 2)) > 0], Layout(folds=0)),
+        (lambda x: x[x.abs().amax((1, 2)) > 0].flatten(0, 1).sin(), Layout(folds=0)),
+        # a tensor of numbers may hold another one for each example
+        (lambda x: x.repeat_interleave(torch.full((len(x),), 3), dim=0), None),
         # then told apart again
         (lambda x: x.transpose(0, 1).reshape(-1, D).reshape(4, -1, D), Layout(batch_axis=1)),
         # sizes that are no multiple of the batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -143,8 +144,10 @@ def trace(module: nn.Module, call: Call, free: dict[str, Any]) -> torch.export.E
     args, kwargs = call
     refusal = refusing("torch.export makes no program of this model")
     # a graph to be frozen would keep what it reads of the ACMs; one that torch gives up it prints first, whole
-    with refusal, config.patch(freezing=False), redirect_stderr(StringIO()):
-        return torch.export.export(module, args, kwargs, dynamic_shapes=free, strict=False)
+    with refusal, config.patch(freezing=False), redirect_stderr(StringIO()) as said:
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=free, strict=False)
+    sys.stderr.write(said.getvalue())
+    return program
 
 
 def with_products_of_torch(program: torch.export.ExportedProgram) -> None:

@@ -83,7 +83,7 @@ def changed(document, path, value):
         ("first", [], "1 for the kind mlp"),
         ("last", None, "null for the kind linear, and only there"),
         ("pair", {"partner": "gone", "heads": 2}, "the name of a site"),
-        ("layout", {"batch_axis": 0, "folds": 0}, "at least 1"),
+        ("layout", {"batch_axis": 0, "folds": -1}, "at least 0"),
         ("graft", {"kind": "W", "modules": [], "dropout": 0.0, "stash_width": 0}, "the modules that become part"),
         ("last", {"weight": "../x", "bias": None, "transposed": False, "rows": None}, "the name of a parameter"),
         ("graft", {"kind": "W", "modules": ["x"], "dropout": 2.0, "stash_width": 0}, "at most 1"),

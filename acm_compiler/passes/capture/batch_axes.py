@@ -142,7 +142,7 @@ def _nodes_before_layers(captures: Sequence[Capture]) -> list[tuple[fx.Node, ...
             ahead.extend(zip(*calls, strict=True))
         elif op_name(calls[0][0]) == "linear":
             return []
-    ahead.append(tuple(next(reversed(capture.graph.nodes)) for capture in captures))
+    ahead.append(tuple(next(iter(reversed(capture.graph.nodes))) for capture in captures))
     rows: dict[fx.Node, tuple[fx.Node, ...]] = {}
     while ahead:
         row = ahead.pop()

@@ -193,7 +193,9 @@ class CompiledModelError(AcmError):
 
 def check_bool(value: object, name: str) -> None:
     """UsageError unless the argument `name` is True or False: texts such as "no" would count as True."""
-    if type(value).__name__ not in ("bool", "bool_"):  # numpy's, too
+    import numpy as np  # not for a command that only prints
+
+    if not isinstance(value, (bool, np.bool_)):
         raise UsageError(f"{name} must be True or False", found=repr(value))
 
 

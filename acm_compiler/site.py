@@ -66,9 +66,14 @@ class Layout:
     folds: Whole = 1
 
     @property
+    def is_packed(self) -> bool:
+        """True if one axis holds the tokens of all examples, any number of each."""
+        return self.folds == 0
+
+    @property
     def is_pooled(self) -> bool:
         """True if the tokens of a call cannot be told apart by example."""
-        return self.batch_axis is None or not self.folds
+        return self.batch_axis is None or self.is_packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ def fitted(layout: Layout | None, shape: torch.Size, owner: object) -> Layout | 
     Tokens that lie along the batch are as many as the call's examples have, where it tells how many there are, and else
     as many as the plan's example had.
     """
-    if layout is None or layout.batch_axis is None or not layout.folds or (layout.folds == 1 and len(shape) > 1):
+    if layout is None or layout.batch_axis is None or layout.is_packed or (layout.folds == 1 and len(shape) > 1):
         return layout
     batch, size = examples_of(owner), shape[layout.batch_axis]
     return layout if not batch or not size or size % batch else dataclasses.replace(layout, folds=size // batch)
@@ -51,7 +51,7 @@ def to_batch(values_T: Tensor, shape: torch.Size, layout: Layout | None, *, site
     Tokens that cannot be told apart by example are those of one.
     """
     layout = _known(layout, site)
-    if layout.batch_axis is None or not layout.folds:
+    if layout.batch_axis is None or layout.is_packed:
         return values_T.unsqueeze(0)
     batch = _batch(shape, layout, site)
     values = values_T.unflatten(0, shape) if values_T.shape[0] else values_T.reshape(*shape, *values_T.shape[1:])
@@ -172,7 +172,7 @@ def _batch(shape: torch.Size, layout: Layout, site: str) -> int:
     """The number of examples in an input [*shape, D]; LayoutUnknown where it is none of the planned length."""
     if layout.batch_axis is None:
         return 1
-    if not layout.folds:
+    if layout.is_packed:
         raise LayoutUnknown(
             "the tokens of all examples are packed into one axis here, and whose they are is not known",
             where=site,

@@ -172,7 +172,7 @@ def _examples(plan: Plan, batches: Iterable[Example], options: Options) -> Examp
     """The batches, of one example each where a site mixes those of a batch; run in parts where no site does."""
     layouts = [site.layout for site in plan.sites]
     mixed = any(layout is not None and layout.batch_axis is None for layout in layouts)
-    apart = all(layout is not None and layout.batch_axis == 0 and layout.folds for layout in layouts)
+    apart = all(layout is not None and layout.batch_axis == 0 and not layout.is_packed for layout in layouts)
     return Examples(_single(batches) if mixed else batches, tokens=options.tokens, apart=apart)
 
 

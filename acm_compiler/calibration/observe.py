@@ -188,7 +188,7 @@ class _Taps:
             x_TD, real_T = x.detach().reshape(-1, x.shape[-1]), _real_tokens(acm, x, self.mask_BS)
             layout = acm.layout_of(x.shape[:-1])
             example_T = tokens.examples(x.shape[:-1], layout, site=acm.name)
-            packed = layout is not None and not layout.folds  # then the call alone tells
+            packed = layout is not None and layout.is_packed  # then the call alone tells
             count = examples_of(acm.conversion) if packed else int(example_T[-1:].sum()) + 1
             self.examples = max(self.examples, count or 1)
             self.calls += 1

@@ -118,8 +118,8 @@ def export(
             return _write_files(found, traced, folder, format, ks)
         named = check_controls(controls, inputs=names_of(found.model, call))
         require = aoti.required if format == "aoti" else asserted
-        module = Controlled(found, named, per_example=per_example, require=require)
-        traced = _of_any_batch(call, lambda call: _with_budgets(found, module, call, dynamic=dynamic, outputs=outputs))
+        made = partial(Controlled, found, named, per_example=per_example, require=require)
+        traced = _of_any_batch(call, lambda call: _with_budgets(found, made(), call, dynamic=dynamic, outputs=outputs))
         if format == "pt2":
             return _write_pt2(found, traced, folder)
         return _write_files(found, traced, folder, format, {})

@@ -59,7 +59,7 @@ class Usage:
             mask_BS = self._padding.mask_of(k_BS.shape)
         examples = self._padding.examples() or len(k_BS)
         self._examples = examples if self._examples in (None, examples) else 0  # calls of several sizes: unknown
-        self._packed |= acm.layout is not None and not acm.layout.folds
+        self._packed |= acm.layout is not None and acm.layout.is_packed
         self._lengths.setdefault(side, {}).setdefault(k_BS.shape[1], mask_BS)
         if mask_BS is not None:
             self.masked = True

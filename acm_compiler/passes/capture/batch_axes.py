@@ -223,7 +223,7 @@ def _reads_packed(node: fx.Node, known: Mapping[str, Layout | None]) -> bool:
     if op_name(node) == "getitem" and isinstance(node.args[1], fx.Node) and not node.args[1].meta.get("const", False):
         return bool(node.args[1].meta.get("shape"))
     operands = [layout for used in _tensor_operands(node) if (layout := known.get(used.name)) is not None]
-    return bool(operands) and not any(layout.folds for layout in operands)
+    return bool(operands) and all(layout.is_packed for layout in operands)
 
 
 def _is_of_tokens(shapes: Mapping[int, _Shape], axes: tuple[int, ...]) -> bool:

@@ -132,35 +132,48 @@ def _configured(found: Rewritten, ks: Mapping[str, int]) -> Any:
     for key, linear in _BIASES.items():
         names = [site.name for site in sites if (site.kind == "linear") == linear]
         biased = any(bool(found.acms[name].learners.b_out[ks[name]].any()) for name in names)
-        if biased and getattr(config, key, None) is False:
-            setattr(config, key, True)
-    mlps = [site for site in sites if site.kind != "linear"]
-    if mlps:
+        for part in _parts(config):
+            if biased and getattr(part, key, None) is False:
+                setattr(part, key, True)
+    if mlps := [site for site in sites if site.kind != "linear"]:
         widths = {site.name: ks[site.name] * site.width for site in mlps}
-        _set_widths(config, widths, before={site.dense_width for site in mlps})
+        _set_widths(config, widths, before={site.name: site.dense_width for site in mlps})
     return config
 
 
-def _set_widths(config: Any, widths: Mapping[str, int], *, before: set[Any]) -> None:
-    """Write the width of every MLP to the key that held one of `before`. UsageError where the class has no way to.
+def _parts(config: Any) -> list[Any]:
+    """A configuration and those in it, of the parts of a model (`text_config` of CLIP), at any depth."""
+    inner = [getattr(config, name, None) for name in config.sub_configs]
+    return [config, *(part for found in inner if found is not None for part in _parts(found))]
+
+
+def _set_widths(config: Any, widths: Mapping[str, int], *, before: Mapping[str, Any]) -> None:
+    """Write the width of every MLP to the key that held the one of `before`. UsageError where the class has no way to.
 
     A number is that of all layers (`intermediate_size` of Llama), or of all in one stack (`encoder_ffn_dim` and
-    `decoder_ffn_dim` of BART): several keys take one width. A list has one for each layer (Gemma 3n). Where widths
-    differ and the key holds a number, configurations with values by layer take them.
+    `decoder_ffn_dim` of BART, `intermediate_size` of CLIP's two parts): each of several keys takes one width. A list
+    has one for each layer (Gemma 3n). Where widths differ and one key holds a number, configurations with values by
+    layer take them.
     """
-    values = config.to_dict()
-    keys = [key for key, value in values.items() if any(part in key for part in _WIDTHS) and before & _numbers(value)]
-    keys = keys or [key for key in ("n_inner",) if key in values]  # null in GPT-2: four times the model's width
-    one_width = len(set(widths.values())) == 1
-    if not keys or (len(keys) > 1 and not (one_width and all(isinstance(values[key], int) for key in keys))):
-        raise _no_widths(widths, f"{'keys' if keys else 'no key'} for it: {', '.join(keys)}".removesuffix(": "))
-    if isinstance(values[keys[0]], list):
-        setattr(config, keys[0], [*_of_layers(widths, dict(enumerate(values[keys[0]]))).values()])
-    elif one_width:
-        for key in keys:
-            setattr(config, key, next(iter(widths.values())))
+    old = set(before.values())
+    keys = [(part, key, value) for part in _parts(config) for key, value in _widths_in(part) if old & _numbers(value)]
+    keys = keys or [(config, key, None) for key in ("n_inner",) if hasattr(config, key)]  # GPT-2: four times its width
+    new = [{width for name, width in widths.items() if len(keys) == 1 or before[name] == value} for *_, value in keys]
+    if len(keys) == 1 and isinstance(keys[0][2], list):
+        setattr(*keys[0][:2], [*_of_layers(widths, dict(enumerate(keys[0][2]))).values()])
+    elif keys and all(len(some) == 1 for some in new):
+        for (part, key, _), some in zip(keys, new, strict=True):
+            setattr(part, key, some.pop())
+    elif len(keys) == 1:
+        _set_layers(*keys[0][:2], widths)
     else:
-        _set_layers(config, keys[0], widths)
+        found = ", ".join(key for _, key, _ in keys)
+        raise _no_widths(widths, f"keys for it: {found}" if keys else "no key for it")
+
+
+def _widths_in(config: Any) -> list[tuple[str, Any]]:
+    """The keys of a configuration that may hold the width inside an MLP, each with its value."""
+    return [(key, value) for key, value in config.to_dict().items() if any(part in key for part in _WIDTHS)]
 
 
 def _numbers(value: Any) -> set[Any]:

@@ -1,6 +1,7 @@
 """Checkpoints of a fixed k: ordinary ones, which load where this package is not there."""
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -92,7 +93,7 @@ def test_openvino_converts_the_checkpoint(case, tmp_path):
 
 
 def other_class(name):
-    """A converted MLP model of a class with a key of its own for the width, or with two."""
+    """A converted MLP model of a class with an own key for the width, with two, or with one in each of its parts."""
     import transformers as hf
 
     torch.manual_seed(0)
@@ -100,8 +101,14 @@ def other_class(name):
     if name == "distilbert":
         config = hf.DistilBertConfig(dim=24, n_heads=2, n_layers=2, hidden_dim=48, **small)
         model, x = hf.DistilBertForSequenceClassification(config), {"input_ids": torch.randint(1, 40, (2, 7))}
+    elif name == "clip":
+        size = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 24}
+        text = {**size, "vocab_size": 40, "max_position_embeddings": 16, "eos_token_id": 2, "intermediate_size": 48}
+        vision = {**size, "image_size": 8, "patch_size": 4, "intermediate_size": 40}
+        model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+        x = {"input_ids": torch.randint(3, 40, (2, 7)), "pixel_values": torch.randn(2, 3, 8, 8)}
     else:
-        layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+        layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40}
         heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 24}
         ids = torch.randint(1, 40, (2, 7))
         model = hf.BartForConditionalGeneration(hf.BartConfig(**layers, **heads, **small, use_cache=False))
@@ -111,13 +118,14 @@ def other_class(name):
     return converted, x
 
 
-@pytest.mark.parametrize("name", ["distilbert", "bart"])
+@pytest.mark.parametrize("name", ["distilbert", "bart", "clip"])
 def test_classes_that_call_the_width_otherwise_or_twice(name, tmp_path):
     model, x = other_class(name)
     acm.export(model, tmp_path / "out", x, format="checkpoint", fixed_k=2)
     assert json.loads((tmp_path / "out/export.json").read_text())["relative_error"] < 1e-5
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert 48 not in [value for key, value in config.items() if "dim" in key]
+    written = (tmp_path / "out/config.json").read_text()
+    widths = re.findall(r'"(?:hidden_dim|\w+_ffn_dim|intermediate_size)": (\d+)', written)
+    assert set(widths) == ({"24"} if name == "distilbert" else {"24", "20"})
 
 
 def test_a_class_gets_the_biases_of_projections_where_it_has_a_key_for_them(tmp_path):

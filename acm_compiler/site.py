@@ -95,14 +95,17 @@ class Graft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two projections of one attention whose heads can change their basis together: q with k, v with o.
+    """Two projections of one attention whose heads can change their basis together: q with k, v with o, qkv with o.
 
     `partner` is the other site's name. `heads` is G, how many heads this site has of its own: of its output (q, k,
     v) or of its input (o). Where several heads of one side read one head of the other, they lie next to each other.
+    A packed projection counts the heads of all its roles; `roles` has the numbers of those that give queries, of those
+    that give keys and of those that give values, each in the order of those that they meet.
     """
 
     partner: str
     heads: Count
+    roles: tuple[tuple[Whole, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

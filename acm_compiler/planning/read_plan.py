@@ -152,5 +152,9 @@ def _faults_of_size(site: PlannedSite) -> Iterator[Fault]:
         yield "width", site.width, f"learners that hold {site.dense_width} neurons together"
     if site.is_sliced and site.pair is None:
         yield "pair", None, "the partner of a site whose form is slices"
+    if site.pair is not None and site.role == "qkv":
+        heads = sorted(head for own in site.pair.roles for head in own)
+        if len(site.pair.roles) != 3 or heads != list(range(site.pair.heads)):
+            yield "pair.roles", [*map(list, site.pair.roles)], f"each of {site.pair.heads} heads in one of three roles"
     if site.is_sliced and site.width * site.learners != (site.d_in if site.role == "o" else site.d_out):
         yield "width", site.width, "the features of a slice divided by the learners"

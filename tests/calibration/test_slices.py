@@ -1,6 +1,7 @@
 """Projections cut into slices: which pairs can be, that the change of basis is exact, and what is refused."""
 
 import dataclasses
+import json
 import logging
 
 import pytest
@@ -12,7 +13,7 @@ from acm_compiler.calibration.calibrate import calibrate_on
 from acm_compiler.calibration.examples import Options, masked
 from acm_compiler.calibration.learners.candidates import Learned, choose_forms
 from acm_compiler.calibration.learners.slices import bases_of_scores, bases_of_values, head_blocks
-from acm_compiler.errors import UsageError
+from acm_compiler.errors import StorageError, UsageError
 from acm_compiler.passes.rewrite.conversion import conversion, sites
 from acm_compiler.passes.survey import analyze
 from acm_compiler.planning.cost import site_cost
@@ -40,6 +41,42 @@ class Biased(nn.Module):
         return x + self.attention(x, x, x, need_weights=False)[0]
 
 
+class Packed(nn.Module):
+    """x + attention of four heads of width 4 whose queries, keys and values come of one linear, split by `way`."""
+
+    def __init__(self, way, rows=48) -> None:
+        super().__init__()
+        self.way, self.qkv, self.o = way, nn.Linear(16, rows), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.way(self.qkv(x))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] < 4)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+def chunked(qkv):
+    return [part.unflatten(-1, (4, 4)).transpose(1, 2) for part in qkv.chunk(3, -1)]
+
+
+def permuted(qkv):
+    qkv = qkv.reshape(*qkv.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+    return qkv[0] * 2, qkv[1], qkv[2]
+
+
+def head_by_head(qkv):
+    return qkv.unflatten(-1, (4, 3, 4)).movedim(1, 2).unbind(-2)
+
+
+def in_groups(qkv):
+    """Two groups of two heads of queries, one of keys and one of values."""
+    q, k, v = qkv.unflatten(-1, (2, 4, 4)).split([2, 1, 1], dim=-2)
+    return [part.flatten(2, 3).transpose(1, 2) for part in (q, k, v)]
+
+
+def packed(way, **options):
+    return lambda: (Packed(way, **options), torch.randn(2, 5, 16))
+
+
 def projected(way, **options):
     return lambda: (Stack(Projected(way, **options)), example())
 
@@ -61,17 +98,37 @@ CASES = {
     "grouped": projected(test_roles.grouped, kv_width=WIDTH // 2),
     "gated_output": projected(test_roles.gated_output),
     "bias_kv": lambda: (Stack(Biased()), example()),
+    "packed": packed(chunked),
+    "packed_permuted": packed(permuted),
+    "packed_head_by_head": packed(head_by_head),
+    "packed_in_groups": packed(in_groups, rows=32),
+    "packed_written_out": lambda: (models.FusedQkv(), torch.randn(2, 5, 16)),
+    "hf_gpt2": models.hf_gpt2,
 }
 ALL = {"q", "k", "v", "o"}
-SLICED = dict.fromkeys(CASES, ALL) | {
-    "hf_llama": {"v", "o"},
-    "rotary": {"v", "o"},
-    "keys_first": {"q", "k"},
-    "by_einsum": set(),
-    "gated_output": {"q", "k"},
-    "bias_kv": set(),
-}
-EXACT = ["torch", "hf_bert", "hf_llama", "written_out", "keys_first", "by_baddbmm", "rotary", "grouped"]
+SLICED = (
+    dict.fromkeys(CASES, ALL)
+    | {
+        "hf_llama": {"v", "o"},
+        "rotary": {"v", "o"},
+        "keys_first": {"q", "k"},
+        "by_einsum": set(),
+        "gated_output": {"q", "k"},
+        "bias_kv": set(),
+    }
+    | {name: {"qkv", "o"} for name in CASES if name.startswith("packed") or name == "hf_gpt2"}
+)
+EXACT = [
+    *(name for name in CASES if name.startswith("packed") or name == "hf_gpt2"),
+    "torch",
+    "hf_bert",
+    "hf_llama",
+    "written_out",
+    "keys_first",
+    "by_baddbmm",
+    "rotary",
+    "grouped",
+]
 
 
 def double(value):
@@ -123,7 +180,14 @@ def test_pairs_are_found_where_only_moves_lie_between_projection_and_attention(c
             assert site.unpaired
         else:
             partner = plan.site(site.pair.partner)
-            assert partner.pair.partner == site.name and site.role + partner.role in ("qk", "kq", "vo", "ov")
+            assert partner.pair.partner == site.name and site.role + partner.role in (
+                "qk",
+                "kq",
+                "vo",
+                "ov",
+                "qkvo",
+                "oqkv",
+            )
     assert acm.Plan.from_json(plan.to_json()) == plan
 
 
@@ -153,6 +217,45 @@ def test_projections_whose_heads_meet_in_another_order_are_no_pair(what):
     moves, roles, reason = REORDERED[what]
     found = plan_of(Reordered(**moves).eval(), torch.randn(2, 3, 16)).sites
     assert {site.role: site.unpaired for site in found if site.pair is None} == dict.fromkeys(roles, reason)
+
+
+def normed(qkv):
+    q, k, v = chunked(qkv)
+    return nn.functional.normalize(q, dim=-1), k, v
+
+
+def flipped(qkv):
+    q, k, v = chunked(qkv)
+    return q, k, v.flip(1)
+
+
+def keys_for_values(qkv):
+    q, k, v = chunked(qkv)
+    return q, k, k + 0 * v
+
+
+UNPAIRED = {
+    "normed": (normed, "normalize (test_slices.py:"),
+    "flipped": (flipped, "its heads do not meet the partner's in order"),
+    "keys_for_values": (keys_for_values, "its output is read by"),
+}
+
+
+@pytest.mark.parametrize("name", UNPAIRED)
+def test_a_packed_projection_is_no_pair_where_a_part_of_it_is_not_read_as_a_pair_is(name):
+    way, reason = UNPAIRED[name]
+    found = plan_of(Packed(way).eval(), torch.randn(2, 3, 16)).sites
+    assert {site.role: site.pair for site in found} == {"qkv": None, "o": None}
+    assert reason in found[0].unpaired
+
+
+@pytest.mark.parametrize("roles", [[], [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 10]]], ids=["none", "twice"])
+def test_heads_of_a_packed_projection_that_are_in_no_role_are_refused(roles):
+    plan = json.loads(plan_of(Packed(chunked).eval(), torch.randn(2, 3, 16)).to_json())
+    assert plan["sites"][0]["pair"]["roles"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    plan["sites"][0]["pair"]["roles"] = roles
+    with pytest.raises(StorageError, match=r"sites\[0\]\.pair\.roles[\s\S]*each of 12 heads in one of three roles"):
+        acm.Plan.from_json(json.dumps(plan))
 
 
 class FewHeads(nn.Module):

@@ -29,6 +29,7 @@ from acm_compiler.passes.rewrite.conversion import Rewritten
 from acm_compiler.passes.rewrite.dense_region import DenseWeights
 from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.decisions import PlannedSite
+from acm_compiler.site import Pair
 from acm_compiler.sources.inputs import Example
 
 _LOG = logging.getLogger(__name__)
@@ -91,25 +92,47 @@ def _prove(found: Rewritten, pairs: Sequence[Sequence[Fit]], example: Example, *
 
 @torch.no_grad()
 def fit_slices(first: SiteRecord, second: SiteRecord, judged: Mapping[str, Judged]) -> list[Fit]:
-    """Both sites of a pair; `judged` says, by name, how they were seen in the original basis."""
+    """Both sites of a pair: q and k, or o and what gives its values.
+
+    `judged` says, by name, how they were seen in the original basis.
+    """
     records = {record.site.role: record for record in (first, second)}
-    if "o" in records:
-        v, o = records["v"], records["o"]
-        weight = to_float64(o.dense.first[0][0])
-        blocks = head_blocks(o.moments.covariance, _heads(o))
-        of_v, of_o = bases_of_values(blocks, weight, judged[o.site.name].metric, heads=_heads(v))
-        return [_rows(v, of_v, judged[v.site.name]), _columns(o, of_o, judged[o.site.name])]
-    q, k = records["q"], records["k"]
-    (w_q, b_q), (w_k, _) = _double(q), _double(k)
-    mean_Gd = (w_q @ q.moments.mean + b_q).unflatten(0, (_heads(q), -1))
-    second_q = head_products(w_q, q.moments.covariance, _heads(q)) + mean_Gd[:, :, None] * mean_Gd[:, None]
-    of_q, of_k = bases_of_scores(second_q, head_products(w_k, k.moments.covariance, _heads(k)))
-    return [_rows(q, of_q, judged[q.site.name]), _rows(k, of_k, judged[k.site.name])]
+    if "o" not in records:
+        q, k = records["q"], records["k"]
+        of_q, of_k = _bases_of_scores(q, _by_head(q), k, _by_head(k))
+        return [_rows(q, of_q, judged[q.site.name]), _rows(k, of_k, judged[k.site.name])]
+    o = records.pop("o")
+    (v,) = records.values()
+    at_q, at_k, at_v = _pair(v).roles or ((), (), range(_pair(v).heads))
+    weight, blocks = to_float64(o.dense.first[0][0]), head_blocks(o.moments.covariance, _pair(o).heads)
+    of_v, of_o = bases_of_values(blocks, weight, judged[o.site.name].metric, heads=len(at_v))
+    if at_q:  # `v` is packed: queries and keys of the same tokens are among its heads
+        w_GdD, b_Gd = _by_head(v)
+        of_q, of_k = _bases_of_scores(v, (w_GdD[[*at_q]], b_Gd[[*at_q]]), v, (w_GdD[[*at_k]], b_Gd[[*at_k]]))
+        of_v = HeadBases.of_parts({(*at_q,): of_q, (*at_k,): of_k, (*at_v,): of_v})
+    return [_rows(v, of_v, judged[v.site.name]), _columns(o, of_o, judged[o.site.name])]
 
 
-def _heads(record: SiteRecord) -> int:
+def _pair(record: SiteRecord) -> Pair:
     assert record.site.pair is not None
-    return record.site.pair.heads
+    return record.site.pair
+
+
+def _by_head(record: SiteRecord) -> tuple[Tensor, Tensor]:
+    """The weight [G, d, D] and bias [G, d] of a projection's heads."""
+    weight, bias = _double(record)
+    parts = (_pair(record).heads, -1)
+    return weight.unflatten(0, parts), bias.unflatten(0, parts)
+
+
+def _bases_of_scores(
+    q: SiteRecord, of_q: tuple[Tensor, Tensor], k: SiteRecord, of_k: tuple[Tensor, Tensor]
+) -> tuple[HeadBases, HeadBases]:
+    """`bases_of_scores` of heads with these weights and biases, which read what the records' sites read."""
+    (w_GdD, b_Gd), (keys_GdD, _) = of_q, of_k
+    mean_Gd = w_GdD @ q.moments.mean + b_Gd
+    second_q = _products(w_GdD, q.moments.covariance) + mean_Gd[:, :, None] * mean_Gd[:, None]
+    return bases_of_scores(second_q, _products(keys_GdD, k.moments.covariance))
 
 
 def _double(record: SiteRecord) -> tuple[Tensor, Tensor]:
@@ -181,6 +204,13 @@ class HeadBases:
     turn: Tensor
     back: Tensor
 
+    @classmethod
+    def of_parts(cls, parts: Mapping[tuple[int, ...], HeadBases]) -> HeadBases:
+        """Bases of all heads, put together from those of some heads each, by the numbers of these."""
+        order = torch.tensor([head for heads in parts for head in heads]).argsort()
+        turn, back = (torch.cat([getattr(part, name) for part in parts.values()]) for name in ("turn", "back"))
+        return cls(turn=turn[order], back=back[order])
+
     def repeated(self, group: int) -> HeadBases:
         """The same for `group` neighbouring heads each."""
         return HeadBases(turn=self.turn.repeat_interleave(group, 0), back=self.back.repeat_interleave(group, 0))
@@ -226,7 +256,7 @@ def bases_of_values(covariance_o: Tensor, w_OD: Tensor, g_OO: Tensor, *, heads: 
     T = E^T R^-1 with C = R R^T and E the eigenvectors of R^T W_o^T G W_o R, the largest first.
     """
     group = len(covariance_o) // heads
-    per_head = head_products(w_OD.T, g_OO, len(covariance_o))
+    per_head = _products(w_OD.T.unflatten(0, (len(covariance_o), -1)), g_OO)
     turns, backs = [], []
     for c, m in zip(_grouped(covariance_o, group), _grouped(per_head, group), strict=True):
         root, inverse = square_factors(c, _RIDGE * mean_diagonal(c))
@@ -244,10 +274,9 @@ def head_blocks(c_FF: Tensor, heads: int) -> Tensor:
     return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
 
-def head_products(w_FD: Tensor, c_DD: Tensor, heads: int) -> Tensor:
-    """The blocks [G, d, d] on the diagonal of w c w^T."""
-    w_GdD = w_FD.unflatten(0, (heads, -1))
-    return (w_FD @ c_DD).view_as(w_GdD) @ w_GdD.mT
+def _products(w_GdD: Tensor, c_DD: Tensor) -> Tensor:
+    """w c w^T of every head, [G, d, d]."""
+    return w_GdD @ c_DD @ w_GdD.mT
 
 
 def _grouped(blocks: Tensor, group: int) -> Tensor:

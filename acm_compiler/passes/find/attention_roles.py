@@ -93,10 +93,8 @@ def _forward_roles(flow: Dataflow, linear: str, stop: set[str]) -> set[str]:
 
     roles: set[str] = set()
     for name, value in flow.readers(linear, through, stop=stop):
-        if value.op in ATTENTION:
-            roles |= _attention_operands(value, name)
-        elif _is_data_product(flow, value):
-            roles |= _product_roles(flow, value, name)
+        if value.op in ATTENTION or _is_data_product(flow, value):
+            roles |= operand_roles(flow, value, name)
         elif value.op == "softmax" and not _joined(flow, value.name, linear):
             roles |= _roles_without_scores(flow, value.name)
     return roles
@@ -109,7 +107,10 @@ def _goes_around(flow: Dataflow, linear: str, value: Value) -> bool:
     return value.op in SUMS and any(flow.feeds(other, part) for other in between for part in flow.live_args(value.name))
 
 
-def _attention_operands(value: Value, name: str) -> set[str]:
+def operand_roles(flow: Dataflow, value: Value, name: str) -> set[str]:
+    """The roles, q, k or v, of operand `name` of an attention or of a product of two values."""
+    if value.op not in ATTENTION:
+        return _product_roles(flow, value, name)
     operands = {"q": argument(value.node, 0, "query"), "k": argument(value.node, 1, "key")}
     operands["v"] = argument(value.node, 2, "value")
     return {role for role, node in operands.items() if node.name == name}

@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 
 SiteKind = Literal["mlp", "gated_mlp", "linear"]
 Role = Literal["q", "k", "v", "o", "qkv", "kv", "qk"]
-GraftKind = Literal["W", "T", "S", "R"]
+GraftKind = Literal["W", "P", "T", "S", "R"]
 # what is read from a file must be so; the largest is what sizes of tensors are counted with
 Whole = Annotated[int, Ge(0), Le(2**63 - 1)]
 Count = Annotated[int, Ge(1), Le(2**31 - 1)]
@@ -80,15 +80,18 @@ class Layout:
 class Graft:
     """Way of an ACM into the live model.
 
-    W: `modules` = (the module that equals the region). T: the modules that tile the region in the order of
-    execution, the last becomes the ACM. S: the modules of the first linears and then of the last linear, with
-    functional ops between them. R: no module equals or tiles the region; the enclosing module's graph is rewritten.
+    W: `modules` = (the module that equals the region). P: the linears that read the same tokens, in the order of
+    execution; the first becomes the ACM, whose output is divided among them by `widths`. T: the modules that tile the
+    region in the order of execution, the last becomes the ACM. S: the modules of the first linears and then of the last
+    linear, with functional ops between them. R: no module equals or tiles the region; the enclosing module's graph is
+    rewritten.
     `dropout` is the probability of a trailing dropout that the graft swallows and the ACM must apply again.
     `stash_width` is, for S, the hidden width that the ops in between need to see (0: any width does).
     """
 
     kind: GraftKind
     modules: tuple[str, ...]
+    widths: tuple[Count, ...] = ()
     dropout: Share = 0.0
     stash_width: Whole = 0
 
@@ -114,8 +117,9 @@ class Site:
 
     `name` is the path where the ACM will live. `first` holds the linears that read the input: one, or two for a
     gated MLP in the order (activated branch, multiplied branch); a packed gated MLP has two refs into one
-    parameter. `last` is an MLP's second layer, None for a linear site. `act` is the activation: a name or an
-    expression of `activations`, "identity" for linear sites. `dense_width` is H, one branch's for gated MLPs.
+    parameter. A linear site has one, or one for each of the projections whose outputs it gives side by side. `last` is
+    an MLP's second layer, None for a linear site. `act` is the activation: a name or an expression of `activations`,
+    "identity" for linear sites. `dense_width` is H, one branch's for gated MLPs.
     `residual`: the output is added to a value that bypasses the site; `residual_norm`: with a norm on the way.
     `calls`: how often one forward runs the site, `tokens`: tokens per call, both for the example inputs.
     `layout` is None where it could not be told. `pair` says with which site a projection can be sliced; where it is

@@ -10,6 +10,7 @@ from acm_compiler.errors import counted
 from acm_compiler.evaluation import wording
 from acm_compiler.evaluation.results import Evaluation
 from acm_compiler.passes.survey import Findings
+from acm_compiler.planning.pack import pack_sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import NOT_SELECTED, choose_rules, plan_sites, select
 from acm_compiler.recipe.phases import Phase
@@ -48,15 +49,17 @@ def advise(found: Findings, plan: Plan, rules: Sequence[SiteRule], gate: GateCon
     """One advice for each class of which `plan`, made by `rules`, leaves sites dense and so can do less."""
     now = _least(plan)
     slower = {skip.name for skip in plan.skipped if skip.reason != NOT_SELECTED}
-    planned, learners = {site.name for site in plan.sites} | slower, rules[-1].learners if rules else 4
+    planned = slower | {name for site in plan.sites for name in (site.name, *site.graft.modules)}
+    learners = rules[-1].learners if rules else 4
     advice = []
     for match in _CLASSES:
         left = [name for name in select(found.sites, match) if name not in planned]
         if not left:
             continue
         every = choose_rules(found.sites, [SiteRule(match=tuple(left), learners=learners), *rules])
-        chosen = {name: rule for name, rule in every.items() if name not in slower}
-        more = Plan(model=found.model, sites=plan_sites(found.sites, chosen, gate))
+        sites, chosen = pack_sites(found.sites, found.reads, every)
+        chosen = {name: rule for name, rule in chosen.items() if name not in slower}
+        more = Plan(model=found.model, sites=plan_sites(sites, chosen, gate))
         added = sum(c.dense_macs for s, c in zip(more.sites, more.cost.sites, strict=True) if s.name in left)
         share = added / found.model.dense_macs
         if _least(more) < now:

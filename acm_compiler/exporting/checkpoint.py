@@ -112,7 +112,8 @@ def _layers(acm: ACM, site: PlannedSite, k: int) -> list[tuple[LinearRef, Tensor
     b_O = weights.b_out[k] if bool(weights.b_out[k].any()) or (site.last or site.first[0]).bias else None
     if site.kind == "linear":
         identity = torch.eye(acm.d_in, dtype=weights.w_in.dtype, device=weights.w_in.device)
-        return [(site.first[0], (prefix_output(identity, weights, k) - weights.b_out[k]).T, b_O)]
+        matrix = (prefix_output(identity, weights, k) - weights.b_out[k]).T
+        return _divided(site, matrix, b_O)
     assert site.last is not None
     branches = zip(site.first, ((weights.w_in, weights.b_in), (weights.w_up, weights.b_up)), strict=False)
     first = [
@@ -122,6 +123,13 @@ def _layers(acm: ACM, site: PlannedSite, k: int) -> list[tuple[LinearRef, Tensor
     ]
     last = weights.w_top if k == acm.count and weights.w_top is not None else out_layer(weights, k)
     return [*first, (site.last, last, b_O)]
+
+
+def _divided(site: PlannedSite, w_OD: Tensor, b_O: Tensor | None) -> list[tuple[LinearRef, Tensor, Tensor | None]]:
+    """A projection's matrix and bias as those of the linears that the site took the place of."""
+    widths = site.graft.widths or (site.d_out,)
+    biases = [None] * len(widths) if b_O is None else b_O.split(widths)
+    return list(zip(site.first, w_OD.split(widths), biases, strict=True))
 
 
 def _configured(found: Rewritten, ks: Mapping[str, int]) -> Any:

@@ -41,13 +41,15 @@ _LOG = logging.getLogger(__name__)
 class Findings:
     """A model's sites and look-alikes, its dataflow with the MACs of every operation, and the facts that plans keep.
 
-    `zeroed`: encoders whose padded positions are zero in eval mode, until a site of theirs is converted.
+    `reads`: by name of a site that runs once, the value that it reads. `zeroed`: encoders whose padded positions are
+    zero in eval mode, until a site of theirs is converted.
     """
 
     sites: tuple[Site, ...]
     skipped: tuple[Skip, ...]
     flow: Dataflow
     model: ModelFacts
+    reads: Mapping[str, str]
     zeroed: tuple[str, ...]
 
 
@@ -84,7 +86,14 @@ def analyze(model: nn.Module, example_inputs: Inputs, *, source: Mapping[str, An
     )
     dump("10_sites.txt", lambda: "\n".join(map(str, (*found, *skipped))))
     facts = _facts(model, example_inputs, flow, source)
-    return Findings(sites=found, skipped=tuple(skipped), flow=flow, model=facts, zeroed=tuple(zeroed_encoders(model)))
+    return Findings(
+        sites=found,
+        skipped=tuple(skipped),
+        flow=flow,
+        model=facts,
+        reads={match.site.name: match.runs[0].x for match in matches if len(match.runs) == 1},
+        zeroed=tuple(zeroed_encoders(model)),
+    )
 
 
 def torch_macs(model: nn.Module, example_inputs: Inputs) -> int | None:

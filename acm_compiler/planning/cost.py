@@ -106,10 +106,11 @@ def learner_unit(sites: tuple[PlannedSite, ...]) -> float:
 
 
 def _dense_params(site: PlannedSite) -> int:
-    width = site.d_out if site.dense_width is None else site.dense_width
-    params = sum(width * site.d_in + (width if ref.bias is not None else 0) for ref in site.first)
+    widths = site.graft.widths or [site.d_out if site.dense_width is None else site.dense_width] * len(site.first)
+    both = zip(site.first, widths, strict=True)
+    params = sum(width * (site.d_in + (1 if ref.bias is not None else 0)) for ref, width in both)
     if site.last is not None:
-        params += site.d_out * width + (site.d_out if site.last.bias is not None else 0)
+        params += site.d_out * widths[0] + (site.d_out if site.last.bias is not None else 0)
     return params
 
 

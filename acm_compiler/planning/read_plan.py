@@ -117,7 +117,7 @@ def _faults_of_place(site: PlannedSite) -> Iterator[Fault]:
         modules = site.graft.modules
         if not modules:
             yield "graft.modules", list(modules), f"the modules that become {site.name}"
-        elif (home := modules[0 if site.graft.kind == "W" else -1]) != site.name:
+        elif (home := modules[0 if site.graft.kind in ("W", "P") else -1]) != site.name:
             yield "name", site.name, f"the module that is grafted, {home}"
     for key in ("act", "learner_act"):
         try:
@@ -137,7 +137,7 @@ def _faults_of_weights(site: PlannedSite) -> Iterator[Fault]:
 
 
 def _faults_of_size(site: PlannedSite) -> Iterator[Fault]:
-    linear, count = site.kind == "linear", _LINEARS[site.kind]
+    linear, count = site.kind == "linear", len(site.graft.widths) or _LINEARS[site.kind]
     if len(site.first) != count:
         yield "first", [ref.weight for ref in site.first], f"{count} for the kind {site.kind}"
     for key, value in (("last", site.last and site.last.weight), ("dense_width", site.dense_width)):
@@ -152,9 +152,16 @@ def _faults_of_size(site: PlannedSite) -> Iterator[Fault]:
         yield "width", site.width, f"learners that hold {site.dense_width} neurons together"
     if site.is_sliced and site.pair is None:
         yield "pair", None, "the partner of a site whose form is slices"
+    yield from _faults_of_packing(site)
+    if site.is_sliced and site.width * site.learners != (site.d_in if site.role == "o" else site.d_out):
+        yield "width", site.width, "the features of a slice divided by the learners"
+
+
+def _faults_of_packing(site: PlannedSite) -> Iterator[Fault]:
+    packed, widths = site.graft.kind == "P", site.graft.widths
+    if packed != bool(widths) or (packed and sum(widths) != site.d_out):
+        yield "graft.widths", list(widths), f"parts of the {site.d_out} outputs for the kind P, and only there"
     if site.pair is not None and site.role == "qkv":
         heads = sorted(head for own in site.pair.roles for head in own)
         if len(site.pair.roles) != 3 or heads != list(range(site.pair.heads)):
             yield "pair.roles", [*map(list, site.pair.roles)], f"each of {site.pair.heads} heads in one of three roles"
-    if site.is_sliced and site.width * site.learners != (site.d_in if site.role == "o" else site.d_out):
-        yield "width", site.width, "the features of a slice divided by the learners"

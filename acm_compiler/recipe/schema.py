@@ -68,6 +68,9 @@ class SiteRule(Argument):
     form: Literal["auto", "svd", "slices"] = "auto"
     """Form of a projection's learners: a low-rank product, or slices of its own rows or columns. auto: the one with
     the lower expected damage."""
+    pack: bool = False
+    """One ACM for q, k and v of an attention that reads the same tokens with all three: one gate, and one k for each
+    token. Projections that are not so stay apart."""
 
     @field_validator("activation")
     @classmethod
@@ -85,8 +88,12 @@ class SiteRule(Argument):
             raise refusal("second_layer shared is not exact, but lossless asks for it (keep one)", "second_layer")
         if self.lossless and self.init == "random":
             raise refusal("a random start is not lossless (keep one)", "lossless")
-        for key, idle, what in (("form", r"mlp", "projections"), ("second_layer", r"attn(\..*)?", "MLPs")):
-            if getattr(self, key) != "auto" and all(re.fullmatch(idle, match) for match in self.match):
+        for key, idle, what in (
+            ("form", r"mlp", "projections"),
+            ("pack", r"mlp", "projections"),
+            ("second_layer", r"attn(\..*)?", "MLPs"),
+        ):
+            if getattr(self, key) not in ("auto", False) and all(re.fullmatch(idle, match) for match in self.match):
                 raise refusal(f"{key} is for {what}, and match {', '.join(self.match)} means none", key)
         return self
 

@@ -18,6 +18,7 @@ from acm_compiler.passes.rewrite.conversion import conversion
 from acm_compiler.passes.rewrite.rewrite import rewrite, rewrite_beside
 from acm_compiler.passes.survey import Findings, analyze
 from acm_compiler.planning.check_schedule import check_schedule
+from acm_compiler.planning.pack import pack_sites
 from acm_compiler.planning.plan import Plan
 from acm_compiler.planning.planner import NOT_SELECTED, choose_rules, matches_name, notes_on, too_narrow
 from acm_compiler.planning.target import Target, plan_sites_for
@@ -82,17 +83,17 @@ def decide(
 
     What would be dearer as an ACM, or slower on a target, stays dense.
     """
-    chosen = choose_rules(found.sites, rules, place=place)
-    dearer = too_narrow(found.sites, chosen)
+    sites, chosen = pack_sites(found.sites, found.reads, choose_rules(found.sites, rules, place=place))
+    dearer = too_narrow(sites, chosen)
     chosen = {name: rule for name, rule in chosen.items() if name not in dearer}
-    planned, slower = plan_sites_for(target, found.sites, chosen, gate, examples=found.model.batch)
+    planned, slower = plan_sites_for(target, sites, chosen, gate, examples=found.model.batch)
     notes = notes_on(planned, chosen, found.zeroed)
     if target is not None and slower:
         notes = (*notes, target.note(list(slower)))
     kept, reasons = {site.name for site in planned}, dearer | slower
     left = [
         Skip(name=s.name, reason=reasons.get(s.name, NOT_SELECTED), macs=0, source=s.source)
-        for s in found.sites
+        for s in sites
         if s.name not in kept
     ]
     made = Plan(

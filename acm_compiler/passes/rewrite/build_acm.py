@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM, Gate, Learners
 from acm_compiler.acm.arguments import Weights
-from acm_compiler.passes.rewrite.dense_region import dense_linear
+from acm_compiler.passes.rewrite.dense_region import dense_linear, packed_linear
 from acm_compiler.passes.rewrite.offload import kept
 from acm_compiler.planning.cost import macs_per_learner
 from acm_compiler.planning.decisions import PlannedSite
@@ -78,7 +78,7 @@ def start(acm: ACM, site: PlannedSite, tensors: Mapping[str, Tensor]) -> None:
         if learners.w_top is not None and learners.w_out is not None:
             learners.w_top.copy_(learners.w_out.flatten(1))
         return
-    weight, bias = dense_linear(site.first[0], tensors)
+    weight, bias = packed_linear(site.first, tensors)
     if learners.w_top is not None:
         learners.w_top.copy_(weight)
     if site.init == "auto":

@@ -7,7 +7,7 @@ Shapes: T tokens, D in, F hidden neurons, O out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from acm_compiler.site import LinearRef, Site
 
 DenseLinear = tuple[Tensor, Tensor | None]
 _ROLES = ("first", "up", "last")
+_PACKED = ("first", "second", "third")
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -52,6 +53,16 @@ def dense_linear(ref: LinearRef, tensors: Mapping[str, Tensor]) -> DenseLinear:
     return weight, bias
 
 
+def packed_linear(refs: Sequence[LinearRef], tensors: Mapping[str, Tensor]) -> DenseLinear:
+    """(weight [sum of outs, in], bias) of one linear that gives the outputs of all of `refs` side by side."""
+    if len(refs) == 1:
+        return dense_linear(refs[0], tensors)
+    linears = [dense_linear(ref, tensors) for ref in refs]
+    biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in linears]
+    bias = None if all(ref.bias is None for ref in refs) else torch.cat(biases)
+    return torch.cat([weight for weight, _ in linears]), bias
+
+
 class DenseRegion(nn.Module):
     """The replaced region of one site, computed from the original parameters, [..., D] -> [..., O].
 
@@ -62,9 +73,9 @@ class DenseRegion(nn.Module):
     def __init__(self, site: Site, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.act = site.act
-        self._refs = site.refs
+        self._refs, self._is_packed = site.refs, site.last is None
         self._held: dict[str, str] = {}
-        roles = _ROLES[: len(site.first)] + (("last",) if site.last is not None else ())
+        roles = (*_ROLES[: len(site.first)], "last") if site.last is not None else _PACKED[: len(site.first)]
         for role, ref in zip(roles, self._refs, strict=True):
             for part, name in (("weight", ref.weight), ("bias", ref.bias)):
                 if name is not None and name not in self._held:
@@ -83,6 +94,8 @@ class DenseRegion(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tensors = self.held()
+        if self._is_packed:
+            return torch.cat([F.linear(x, *dense_linear(ref, tensors)) for ref in self._refs], -1)
         first, *others = (dense_linear(ref, tensors) for ref in self._refs)
         hidden = resolve(self.act)(F.linear(x, *first))
         for up in others[:-1]:
@@ -119,7 +132,7 @@ def check_named(names: Iterable[str], there: Collection[str], what: str, site: S
 
 def _expected_shapes(site: Site) -> list[tuple[int, int]]:
     if site.last is None:
-        return [(site.d_out, site.d_in)]
+        return [(width, site.d_in) for width in site.graft.widths or (site.d_out,)]
     assert site.dense_width is not None
     return [*[(site.dense_width, site.d_in)] * len(site.first), (site.d_out, site.dense_width)]
 
@@ -250,9 +263,10 @@ def _held_by(acm: ACM, site: PlannedSite) -> dict[str, Tensor]:
 def _weights_of(site: PlannedSite, tensors: Mapping[str, Tensor]) -> DenseWeights:
     if any(name not in tensors for name in tensor_names(site)):
         refuse_without_dense(site.name)
+    if site.last is None:
+        return DenseWeights(first=(_as_float(packed_linear(site.first, tensors)),), last=None, act=site.act)
     first = tuple(_as_float(dense_linear(ref, tensors)) for ref in site.first)
-    last = None if site.last is None else _as_float(dense_linear(site.last, tensors))
-    return DenseWeights(first=first, last=last, act=site.act)
+    return DenseWeights(first=first, last=_as_float(dense_linear(site.last, tensors)), act=site.act)
 
 
 def _as_float(linear: DenseLinear) -> DenseLinear:

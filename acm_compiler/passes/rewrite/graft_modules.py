@@ -1,6 +1,7 @@
 """Put an ACM into a live model by replacing modules or parameters in place, and carry the user's hooks over.
 
 module     mlp           -> ACM                         the replaced module is the dense region
+packed     q, k, v       -> PackedACM, PackedPart, PackedPart
 tile       fc1, act, fc2 -> PassThrough, PassThrough, ACM
 stash      fc1, fc2      -> StashInput, ACM             functions in between run on a dummy
 parameter  w1, w2        -> WeightStandIn, twice        where no module equals or frames the region
@@ -20,7 +21,7 @@ from acm_compiler.acm import ACM
 from acm_compiler.passes.capture.unpacked_attention import HOOK_TABLES
 from acm_compiler.passes.rewrite.dense_region import DenseRegion
 from acm_compiler.passes.rewrite.parameter_proxy import Replaced, stand_in_for, uses_of
-from acm_compiler.passes.rewrite.stand_ins import PassThrough, StashedACM, StashInput
+from acm_compiler.passes.rewrite.stand_ins import PackedACM, PackedPart, PassThrough, Stash, StashedACM, StashInput
 from acm_compiler.site import Site
 
 Paths = dict[nn.Module, list[str]]
@@ -41,7 +42,7 @@ class TakenOut:
 
 
 def graft_modules(model: nn.Module, site: Site, acm: ACM, tensors: Mapping[str, Tensor], *, paths: Paths) -> None:
-    """Put `acm` in the place of the modules that `site.graft` names (W, T, S), wherever they are registered.
+    """Put `acm` in the place of the modules that `site.graft` names (W, P, T, S), wherever they are registered.
 
     `tensors`, by name, and `paths` are the model's, from before the first graft.
     """
@@ -63,10 +64,13 @@ def graft_modules(model: nn.Module, site: Site, acm: ACM, tensors: Mapping[str, 
 
 
 def stand_ins_of(site: Site, acm: ACM) -> list[nn.Module]:
-    """The modules that take the places of those that `site.graft` names (W, T, S), in their order."""
+    """The modules that take the places of those that `site.graft` names (W, P, T, S), in their order."""
     earlier = range(len(site.graft.modules) - 1)
     if site.graft.kind == "W":
         return [acm for _ in site.graft.modules]
+    if isinstance(acm, PackedACM):
+        acm.widths, acm.stashes = [*site.graft.widths], [Stash() for _ in earlier]
+        return [acm, *(PackedPart(site.name, stash=stash) for stash in acm.stashes)]
     if site.graft.kind == "T":
         return [*(PassThrough(site.name) for _ in earlier), acm]
     assert isinstance(acm, StashedACM)

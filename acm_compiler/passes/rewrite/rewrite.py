@@ -30,7 +30,7 @@ from acm_compiler.passes.rewrite.graft_modules import freeze_dense_regions, graf
 from acm_compiler.passes.rewrite.offload import file_copy, kept, offloading
 from acm_compiler.passes.rewrite.saving_hooks import carry_budgets, guard_saving
 from acm_compiler.passes.rewrite.site_functions import check_functions
-from acm_compiler.passes.rewrite.stand_ins import StashedACM
+from acm_compiler.passes.rewrite.stand_ins import acm_class
 from acm_compiler.planning.cost import learner_unit
 from acm_compiler.planning.decisions import PlannedSite
 from acm_compiler.planning.plan import Plan, check_fits, warn_of_class
@@ -225,9 +225,9 @@ def _graft_all(model: nn.Module, plan: Plan, tensors: Mapping[str, Tensor], *, e
     by_weights: list[PlannedSite] = []
     for site in plan.sites:
         regions = find_in_graph(model, site, tensors) if isinstance(model, fx.GraphModule) else None
-        stashed = regions is None and site.graft.kind in ("S", "R") and site.last is not None
         like = tensors[site.first[0].weight]
-        acm = build_acm(site, like=like.to("meta") if empty else like, unit=unit, cls=StashedACM if stashed else ACM)
+        cls = acm_class(site) if regions is None else ACM
+        acm = build_acm(site, like=like.to("meta") if empty else like, unit=unit, cls=cls)
         if empty:
             acm.state = site.state
         else:

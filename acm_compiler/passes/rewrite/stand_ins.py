@@ -1,4 +1,4 @@
-"""Things in the places around an ACM: modules that pass on (T), the two ends of a stash (S), rows of parameters (R)."""
+"""Things in the places around an ACM: modules that pass on (T), ends of stashes (S, P), rows of parameters (R)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from acm_compiler.acm import ACM
 from acm_compiler.errors import AcmError
+from acm_compiler.site import Site
 
 
 class Stash:
-    """One value on its way from a site's first linear to its ACM, for each thread by itself.
+    """One value on its way between a site's linears and its ACM, for each thread by itself.
 
     It holds one value at a time: a site's region runs to its end before it starts again. What an exception left
     behind is overwritten by the next call.
@@ -27,19 +28,19 @@ class Stash:
         # copies and pickles start empty; those of one site still share one
         return Stash, ()
 
-    def put(self, value: Tensor) -> None:
-        """Keep the value for the ACM."""
+    def put(self, value: Any) -> None:
+        """Keep the value for who takes it."""
         self._held.value = value
 
-    def take(self, site: str) -> Tensor:
+    def take(self, site: str) -> Any:
         """The value, which is handed over once."""
         value = getattr(self._held, "value", None)
         self._held.value = None
         if value is None:
             raise AcmError(
-                "the site's last linear ran without its first one just before",
+                "a linear of the site ran without the first one just before",
                 where=site,
-                expected="each run of the first linear to be followed by one of the last, in the same thread",
+                expected="each run of the first linear to be followed by one of every other, in the same thread",
                 fix="exclude this site from the plan",
             )
         return value
@@ -90,6 +91,50 @@ class StashedACM(ACM):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(self.stash.take(self.name))
         return y if y.shape[:-1] == x.shape[:-1] else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class PackedACM(ACM):
+    """An ACM in the place of the first of several projections: gives its part of the output, and keeps the others'."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stashes: list[Stash] = []
+        self.widths: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, *others = super().forward(x).split(self.widths, -1)
+        for stash, part in zip(self.stashes, others, strict=True):
+            stash.put((x, part))
+        return own
+
+
+class PackedPart(nn.Module):
+    """Stand-in for another of these projections: hands on its part of what the ACM gave for the same tokens."""
+
+    def __init__(self, site: str, *, stash: Stash) -> None:
+        super().__init__()
+        self.site, self.stash = site, stash
+
+    def forward(self, input: Tensor) -> Tensor:
+        x, part = self.stash.take(self.site)
+        if input is not x:
+            raise AcmError(
+                "projections that one ACM computes were given different tokens",
+                where=self.site,
+                expected="the very tensor that the first of them was given",
+                fix="plan this site without pack",
+            )
+        return part
+
+    def extra_repr(self) -> str:
+        return f"of {self.site}"
+
+
+def acm_class(site: Site) -> type[ACM]:
+    """The class of the ACM that `site.graft` puts into a live model."""
+    if site.graft.kind == "P":
+        return PackedACM
+    return StashedACM if site.graft.kind in ("S", "R") and site.last is not None else ACM
 
 
 Rows = tuple[int, int]

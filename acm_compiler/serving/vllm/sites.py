@@ -94,10 +94,11 @@ class Places:
 
 def _modules(model: nn.Module, site: PlannedSite, prefix: str, paths: Paths) -> list[list[str]]:
     """The paths of every module that makes room for `site`."""
-    if site.graft.kind == "R":
+    if site.graft.kind in ("R", "P"):
         raise UsageError(
-            "vLLM can be given ACMs in the place of modules; this one takes the place of parameters",
+            "vLLM can be given ACMs in the place of modules that are one layer",
             where=site.name,
+            found="this one takes the place of " + ("parameters" if site.graft.kind == "R" else "several projections"),
             fix="plan again without it: acm.plan(model, inputs, exclude=[name]), or a rule's exclude",
         )
     inside = [name.removeprefix(f"{prefix}.") for name in site.graft.modules]

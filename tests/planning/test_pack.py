@@ -102,7 +102,8 @@ def test_a_rule_that_finds_nothing_to_pack_is_refused():
 def test_parts_of_a_packed_site_are_no_advice():
     model, x = models.hf_bert()
     found, rules = analyze(model.eval(), x), [SiteRule(**PACK)]
-    assert [advice.match for advice in advise(found, decide(found, rules, GateConfig()), rules, GateConfig())] == ["mlp"]
+    given = advise(found, decide(found, rules, GateConfig()), rules, GateConfig())
+    assert [advice.match for advice in given] == ["mlp"]
 
 
 @pytest.mark.parametrize("widths", [(), (16, 8, 9)], ids=["none", "other"])

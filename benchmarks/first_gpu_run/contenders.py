@@ -55,6 +55,7 @@ PROJECTIONS = (
     replace(VIT, name="ViT-B projection (SVD)", form="linear", width=96),
     replace(VIT, name="ViT-B projection (rows)", form="rows", width=192),
     replace(VIT, name="ViT-B projection (columns)", form="cols", width=192),
+    replace(VIT, name="ViT-B q, k and v packed (rows)", form="rows", width=576, d_out=2304),
 )
 
 

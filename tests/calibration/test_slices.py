@@ -249,6 +249,27 @@ def test_a_packed_projection_is_no_pair_where_a_part_of_it_is_not_read_as_a_pair
     assert reason in found[0].unpaired
 
 
+class Exchanged(nn.Module):
+    """Two packed projections, and two attentions in each of which the queries of one meet the keys of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o, self.p = nn.Linear(16, 48), nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = chunked(self.a(x))
+        others, keys, values = chunked(self.b(x))
+        attend = nn.functional.scaled_dot_product_attention
+        first, second = (y.transpose(1, 2).flatten(2) for y in (attend(q, keys, v), attend(others, k, values)))
+        return x + self.o(first) + self.p(second)
+
+
+def test_packed_projections_that_exchange_their_keys_are_no_pairs():
+    found = plan_of(Exchanged().eval(), torch.randn(2, 3, 16)).sites
+    reasons = {site.name: site.unpaired for site in found if site.role == "qkv"}
+    assert reasons == dict.fromkeys("ab", "its queries meet the keys of another projection")
+
+
 @pytest.mark.parametrize("roles", [[], [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 10]]], ids=["none", "twice"])
 def test_heads_of_a_packed_projection_that_are_in_no_role_are_refused(roles):
     plan = json.loads(plan_of(Packed(chunked).eval(), torch.randn(2, 3, 16)).to_json())

@@ -245,6 +245,8 @@ def _packed_pair(
     if len(ends) != 3 or any(len(own) != 1 for own in known.values()):
         return {site.name: "its queries, keys and values are not read once each by one attention"}
     q, k, v = (known[role][0] for role in "qkv")
+    if q.value.name != k.value.name or (v.value.op in ATTENTION and v.value.name != q.value.name):
+        return {site.name: "its queries meet the keys of another projection"}
     size, queries, keys = v.channels.shape[-1], _heads(_matrix(q)), _heads(_matrix(k))
     if queries is None or keys is None or _matrix(q).shape[-1] != size:
         return {site.name: _NO_HEADS}

@@ -37,7 +37,7 @@ def find_pairs(flow: Dataflow, outputs: Mapping[str, Site]) -> dict[str, Pair | 
     ends: dict[str, _End | str] = {}
     for output, site in outputs.items():
         if site.role in ("q", "k", "v"):
-            ends[output] = _follow(flow, output, torch.arange(site.d_out).expand(flow.values[output].shape or ()))
+            ends[output] = _follow(flow, output, _channels(site.d_out).expand(flow.values[output].shape or ()))
     for output, site in outputs.items():
         end = ends.get(output)
         if isinstance(end, str):
@@ -117,11 +117,16 @@ def _matrix(end: _End) -> Tensor:
     return end.channels.transpose(-2, -1)
 
 
+def _channels(count: int) -> Tensor:
+    # whatever the caller's default device is
+    return torch.arange(count, device="cpu")
+
+
 def _heads(channels: Tensor) -> Tensor | None:
     """Head in each batch entry of [..., tokens, channels of a head], [...]; None where heads are mixed."""
     size = channels.shape[-1]
     heads = channels[..., 0, 0] // size
-    whole = heads[..., None, None] * size + torch.arange(size)
+    whole = heads[..., None, None] * size + _channels(size)
     return heads if torch.equal(whole.expand(channels.shape), channels) else None
 
 
@@ -157,9 +162,9 @@ def _values_pair(flow: Dataflow, site: Site, v: _End, outputs: Mapping[str, Site
     if heads is None or not is_right or value.shape is None:
         return {site.name: "the attention does not read it head by head"}
     if value.op in ATTENTION:
-        heads = _spread(value, heads, torch.empty(value.shape[:-2]))
+        heads = _spread(value, heads, torch.empty(value.shape[:-2], device="cpu"))
     size = v.channels.shape[-1]
-    mixed = (heads[..., None, None] * size + torch.arange(size)).expand(value.shape)
+    mixed = (heads[..., None, None] * size + _channels(size)).expand(value.shape)
     end = _follow(flow, value.name, mixed)
     if isinstance(end, str):
         return {site.name: end}
@@ -171,7 +176,7 @@ def _values_pair(flow: Dataflow, site: Site, v: _End, outputs: Mapping[str, Site
     if blocks is None or not torch.equal(read, read[:1].expand(read.shape)):
         why = "the attention's result is not read head by head"
         return {site.name: why, other.name: why}
-    order = torch.arange(blocks.numel())
+    order = _channels(blocks.numel())
     return _paired(other, order, site, blocks.flatten(), size=size)
 
 

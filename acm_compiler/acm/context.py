@@ -264,7 +264,8 @@ def transforms() -> tuple[bool, bool]:
 
 def fx_node(module: nn.Module, traced: Proxy, *others: Any) -> Any:
     """A call of `module`, a leaf, in the graph that `torch.fx` makes by a symbolic trace."""
-    return traced.tracer.create_proxy("call_module", traced.tracer.path_of_module(module), (traced, *others), {})
+    tracer: Any = traced.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (traced, *others), {})
 
 
 def is_plain_call(x: Tensor) -> bool:

@@ -241,7 +241,7 @@ def test_a_capture_leaves_the_generators_of_accelerators_as_they_were(kind, monk
 
 
 def in_numbers(original, batches):
-    """What converting, measuring and running give: the plan, outputs per budget, shares, an accuracy's interval."""
+    """Convert, measure and run a model: the plan, outputs at two budgets, their shares, an accuracy's interval."""
     planned = plan(original, batches[0], lossless=True)
     model = rewrite(original, plan(original, batches[0], sites="attn.o"))
     calibrate_on(model, masked(batches), options=Options(tokens=100, gate_steps=4))

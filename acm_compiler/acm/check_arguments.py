@@ -26,6 +26,7 @@ from acm_compiler.errors import UsageError
 _FORMS = ("mlp", "gated", "linear", "rows", "cols")
 _RULES = get_args(GateRule)
 _INTEGERS = (torch.int32, torch.int64)
+OWN_OFFLOAD = "load it without another library's offload: acm.rewrite and acm.calibrate have offload=, too"
 
 Shape = tuple[Any, ...]
 Same = Callable[[Any, Any], bool]
@@ -176,7 +177,7 @@ def require_gate(call: GateArguments | GatedArguments, *, k_min: int, rule: str,
     for name, shape in zip(GateWeights._fields, shapes, strict=True):
         _require(operator, name, getattr(call, name), shape, like=w_inner, same=same)
     if w_inner.device != x.device:
-        _refuse(operator, "w_inner", w_inner, f"device {x.device}")
+        _refuse(operator, "w_inner", w_inner, f"device {x.device}", fix=OWN_OFFLOAD if w_inner.is_meta else None)
     for name, tensor in (("knob", call.knob), ("k_lo", call.k_lo), ("k_hi", call.k_hi)):
         if tensor.device != x.device or tensor.dim():
             _refuse(operator, name, tensor, f"[], device {x.device}")
@@ -236,11 +237,12 @@ def _require(
         _refuse(operator, name, tensor, f"{_short(dtype)} on {like.device}")
 
 
-def _refuse(operator: str, name: str, tensor: Tensor, expected: str) -> NoReturn:
+def _refuse(operator: str, name: str, tensor: Tensor, expected: str, *, fix: str | None = None) -> NoReturn:
     raise UsageError(
         f"operand {name} of {operator} does not fit the others",
         found=f"{_written(tensor.shape)}, {_short(tensor.dtype)} on {tensor.device}",
         expected=expected,
+        fix=fix,
     )
 
 

@@ -17,8 +17,9 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 
 from acm_compiler.acm.precision import autocast_type
 
@@ -259,6 +260,12 @@ def transforms() -> tuple[bool, bool]:
     kinds = {level.key() for level in levels}
     vmap = torch._C._functorch.TransformType.Vmap
     return vmap in kinds, bool(kinds - {vmap})
+
+
+def fx_node(module: nn.Module, traced: Proxy, *others: Any) -> Any:
+    """A call of `module`, a leaf, in the graph that `torch.fx` makes by a symbolic trace."""
+    tracer: Any = traced.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (traced, *others), {})
 
 
 def is_plain_call(x: Tensor) -> bool:

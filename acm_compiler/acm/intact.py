@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acm_compiler.acm.arguments import LearnerWeights
+from acm_compiler.acm.check_arguments import OWN_OFFLOAD
 from acm_compiler.acm.quantized.integers import stands_for_floats
 from acm_compiler.errors import NoDenseRegion, UsageError
 
@@ -137,7 +138,7 @@ def refuse_meta(acms: Mapping[str, nn.Module], request: str) -> None:
             raise UsageError(
                 f"{request} needs the weights of every site, and these are on meta",
                 where=name,
-                fix="load it without another library's offload: acm.rewrite and acm.calibrate have offload=, too",
+                fix=OWN_OFFLOAD,
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from acm_compiler.acm import context, ops, tokens
 from acm_compiler.acm.arguments import Weights, held
@@ -99,7 +100,8 @@ class ACM(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # of small sites most time goes into Python: calls and searches for attributes are kept few
         run = None if torch.compiler.is_compiling() else ops.SITES.get(x.device.type)
-        if run is not None and (whole := run(self, x)) is not None:
+        whole = context.fx_node(self, x) if isinstance(x, Proxy) else run and run(self, x)
+        if whole is not None:
             return whole
         gate, learners = self.gate, self.learners
         refuse_changed(self.name, (gate.inner, gate.outer), learners, split=self.split is not None)
@@ -254,7 +256,7 @@ class ACM(nn.Module):
 
     def set_choices(self, *, knob: float, k_lo: int, k_hi: int, phase: Phase | None = None) -> None:
         """Write the run-time choices in place, of both phases or of one; the bounds are clamped to [k_min, N]."""
-        bits = int(torch.tensor(knob, dtype=torch.float32).view(torch.int32))
+        bits = int(torch.tensor(knob, dtype=torch.float32, device="cpu").view(torch.int32))
         low, high = self.within(k_lo, k_hi)
         for names, other in ((RUN_TIME[:3], "decode"), (RUN_TIME[3:], "prefill")):
             if phase != other:
@@ -292,3 +294,4 @@ class ACM(nn.Module):
             for key, tensor in self.dense.state_dict().items():
                 state_dict.setdefault(f"{prefix}dense.{key}", tensor)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.set_run_time(self.written)  # `to_empty`, or an average over buffers, may have left other numbers

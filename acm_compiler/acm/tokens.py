@@ -114,7 +114,7 @@ def examples(shape: torch.Size, layout: Layout | None, *, site: str) -> Tensor:
     layout = _known(layout, site)
     if layout.is_pooled:
         return torch.zeros(shape.numel(), dtype=torch.int64)
-    return of_examples(torch.arange(_batch(shape, layout, site)), shape, layout, site=site)
+    return of_examples(torch.arange(_batch(shape, layout, site), device="cpu"), shape, layout, site=site)
 
 
 def known_mask(owner: object, shape: torch.Size, layout: Layout | None) -> Tensor | None:
@@ -208,5 +208,6 @@ def _check(found: int, expected: int, what: str, site: str) -> None:
             where=site,
             found=found,
             expected=expected,
-            fix="give a mask [batch, tokens], or budgets [batch], of the same examples and tokens as this call",
+            fix="give a mask [batch, tokens], or budgets [batch], of the same examples and tokens as this call; of "
+            "beams and num_return_sequences each row counts (docs/speech-and-text.md)",
         )

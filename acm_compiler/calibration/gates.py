@@ -51,7 +51,7 @@ def fit_gates(gates: Sequence[Gate], x_TD: Tensor, damages: Sequence[Tensor], *,
     with torch.enable_grad():
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = rate * half_cosine(step, steps)
-            rows = torch.randint(len(z_TD), (_BATCH,), generator=students[0].generator).to(z_TD.device)
+            rows = torch.randint(len(z_TD), (_BATCH,), generator=students[0].generator, device="cpu").to(z_TD.device)
             optimizer.zero_grad()
             _losses(students, z_TD, rows).backward()
             for student in students:
@@ -68,8 +68,8 @@ class _Student:
         self.unit = damage_TC.mean().clamp_min(1e-30)
         self.target_TC = (damage_TC / self.unit).float()
         self.target_TC += _FLOOR * self.target_TC.mean(0) + _FLOOR_OF_ALL
-        inner, device = gate.inner, device_of(damage_TC)
-        self.gate = skip_init(Gate, inner.in_features, inner.out_features, damage_TC.shape[1], device=device)
+        inner, kind = gate.inner, {"device": device_of(damage_TC), "dtype": torch.float32}
+        self.gate = skip_init(Gate, inner.in_features, inner.out_features, damage_TC.shape[1], **kind)
         self.generator = torch.Generator().manual_seed(seed)
         self._start()
 
@@ -78,7 +78,7 @@ class _Student:
         for layer, gain in ((self.gate.inner, 1.0), (self.gate.outer, 0.1)):
             bound = 1 / math.sqrt(layer.in_features)
             for tensor, scale in ((layer.weight, gain), (layer.bias, 1.0)):
-                drawn = torch.rand(tensor.shape, generator=self.generator)
+                drawn = torch.rand(tensor.shape, generator=self.generator, dtype=tensor.dtype, device="cpu")
                 tensor.copy_((2 * drawn - 1) * bound * scale)
         self.gate.outer.bias.copy_(self.target_TC.mean(0).log())
 

@@ -27,7 +27,7 @@ class Moments:
     def __init__(self) -> None:
         self.count = 0.0
         self._shift: Tensor | None = None
-        self._sum = torch.zeros(())
+        self._sum = torch.zeros((), device="cpu")
         self._products = SymmetricSum()
 
     def add(self, v_TF: Tensor, weight_T: Tensor | None = None) -> None:
@@ -124,7 +124,7 @@ class Reservoir:
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seen = size, 0
         self._generator = torch.Generator().manual_seed(seed)
-        self._vectors, self._weights = torch.zeros(0, 0), torch.zeros(0)
+        self._vectors, self._weights = torch.zeros(0, 0, device="cpu"), torch.zeros(0, device="cpu")
         self._pending: list[_Call] = []
 
     def offer(self, v_TF: Tensor) -> _Call:
@@ -140,8 +140,8 @@ class Reservoir:
 
     def _draw(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Rows to keep and where to put them; of two rows for one slot the later wins (algorithm R)."""
-        order = torch.arange(self.seen, self.seen + tokens)
-        draws = (torch.rand(tokens, generator=self._generator, dtype=torch.float64) * (order + 1)).long()
+        order = torch.arange(self.seen, self.seen + tokens, device="cpu")
+        draws = (torch.rand(tokens, generator=self._generator, dtype=torch.float64, device="cpu") * (order + 1)).long()
         slots = torch.where(order < self.size, order, draws)
         self.seen += tokens
         rows = torch.nonzero(slots < self.size).flatten()

@@ -194,5 +194,5 @@ def _nothing_set(found: Rewritten) -> bool:
 
 def _by_phase(acm: ACM) -> dict[str, list[float]]:
     values = [acm.written[name] for name in RUN_TIME]
-    knobs = torch.tensor([values[0], values[3]], dtype=torch.int32).view(torch.float32).tolist()
+    knobs = torch.tensor([values[0], values[3]], dtype=torch.int32, device="cpu").view(torch.float32).tolist()
     return dict(zip(PHASES, ([knobs[0], *values[1:3]], [knobs[1], *values[4:]]), strict=True))

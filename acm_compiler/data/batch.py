@@ -53,7 +53,7 @@ def real_length(batch: Batch) -> int:
 
 def sources_of(batch: Batch, first: int) -> Tensor:
     """The source of each example, on the CPU; where the batch names none, its number, counted from `first`."""
-    return batch["source"].cpu() if "source" in batch else torch.arange(first, first + size_of(batch))
+    return batch["source"].cpu() if "source" in batch else torch.arange(first, first + size_of(batch), device="cpu")
 
 
 def left_out(dataset: Any) -> dict[str, tuple[str, ...]]:

@@ -33,15 +33,15 @@ def resampled_means(
     """
     names, group_E = torch.unique(groups_E, return_inverse=True)
     count = len(names)
-    units_E = torch.ones(len(values_EM)) if units_E is None else units_E
+    units_E = values_EM.new_ones(len(values_EM)) if units_E is None else units_E
     columns = torch.cat([values_EM.double(), units_E.double()[:, None]], dim=1)
-    sums_GM = torch.zeros(count, columns.shape[1], dtype=torch.float64).index_add_(0, group_E, columns)
+    sums_GM = torch.zeros(count, columns.shape[1], dtype=torch.float64, device="cpu").index_add_(0, group_E, columns)
     generator = torch.Generator().manual_seed(_SEED)
     parts = []
     for start in range(0, draws, max(1, _CELLS // count)):
         rows = min(max(1, _CELLS // count), draws - start)
-        drawn = torch.randint(count, (rows, count), generator=generator)
-        times_RG = torch.zeros(rows, count, dtype=torch.float64)
+        drawn = torch.randint(count, (rows, count), generator=generator, device="cpu")
+        times_RG = torch.zeros(rows, count, dtype=torch.float64, device="cpu")
         times_RG.scatter_add_(1, drawn, torch.ones_like(times_RG))
         parts.append(times_RG @ sums_GM)
     totals = torch.cat(parts)
@@ -58,7 +58,7 @@ def interval(mean: float, resampled_R: Tensor) -> Interval:
         return Interval(mean=mean, low=-math.inf, high=math.inf)
     # there is nothing between two infinities to interpolate
     how = "linear" if known_R.isfinite().all() else "nearest"
-    low, high = torch.quantile(known_R, torch.tensor([0.025, 0.975], dtype=known_R.dtype), interpolation=how)
+    low, high = torch.quantile(known_R, known_R.new_tensor([0.025, 0.975]), interpolation=how)
     return Interval(mean=mean, low=float(low), high=float(high))
 
 

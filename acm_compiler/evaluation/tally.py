@@ -76,7 +76,8 @@ class ForegroundTally:
         real = ~k_LBP.isnan()
         k_LBP = k_LBP.nan_to_num()
         # padding comes last in the drawn order and in that of the places it is dealt out to
-        drawn = torch.where(real, torch.rand(k_LBP.shape, generator=self._generator), 2.0).argsort(-1)
+        drawn = torch.rand(k_LBP.shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        drawn = torch.where(real, drawn, 2.0).argsort(-1)
         places = (~real).int().argsort(dim=-1, stable=True)
         shuffled = k_LBP.scatter(-1, places, k_LBP.gather(-1, drawn))
         on, off = (on_BP & real).double(), (~on_BP & real).double()
@@ -139,7 +140,7 @@ class Tally:
         self._shares: list[Tensor] = []
         self._macs: list[Tensor] = []
         self._dense_macs: list[Tensor] = []
-        self._tokens_by_k = {site.name: torch.zeros(site.learners + 1, dtype=torch.long) for site in plan.sites}
+        self._tokens_by_k = {s.name: torch.zeros(s.learners + 1, dtype=torch.long, device="cpu") for s in plan.sites}
         self._foreground: ForegroundTally | None = None
 
     def add(self, usage: Usage, score_B: Tensor, batch: dict[str, Tensor]) -> None:
@@ -175,7 +176,7 @@ class Tally:
     def result(self, sample: Sample, dense_E: Tensor | None) -> dict[str, Any]:
         """The fields of a `Result`; dense_E is the dense model's scores."""
         spent, macs = self.spent, torch.cat(self._macs)
-        percentiles = torch.nanquantile(macs, torch.tensor([0.05, 0.95], dtype=macs.dtype))
+        percentiles = torch.nanquantile(macs, macs.new_tensor([0.05, 0.95]))
         return {
             "reached": spent.share,
             "pooled": self._pooled(),

@@ -89,8 +89,9 @@ def _settings(model: nn.Module, budgets: Tensor | Sequence[float | str]) -> dict
     owner = found.owner
     settings = [setting_of(owner, budget) for budget in each]
     most = max(site.learners for site in owner.plan.sites)
+    k_lo, most_k = [s.k_lo for s in settings], [highest_k(count, owner.cap) for count in range(most + 1)]
     return {
-        "knob": torch.tensor([s.knob for s in settings]),
-        "k_lo": torch.tensor([s.k_lo for s in settings], dtype=torch.int32),
-        "most": torch.tensor([highest_k(count, owner.cap) for count in range(most + 1)], dtype=torch.int32),
+        "knob": torch.tensor([s.knob for s in settings], dtype=torch.float32, device="cpu"),
+        "k_lo": torch.tensor(k_lo, dtype=torch.int32, device="cpu"),
+        "most": torch.tensor(most_k, dtype=torch.int32, device="cpu"),
     }

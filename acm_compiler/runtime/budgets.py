@@ -159,7 +159,7 @@ def setting_of(owner: Conversion, asked: float | str) -> Setting:
             found=asked,
             fix="run a recipe's gate phase, or acm.calibrate(model, batches); acm.set_k(model, k) works without gates",
         )
-    knob, k_lo, share = interpolate(rows_of(table), torch.tensor([budget], dtype=torch.float64))
+    knob, k_lo, share = interpolate(rows_of(table), torch.tensor([budget], dtype=torch.float64, device="cpu"))
     return Setting(knob=float(knob), k_lo=int(k_lo), share=float(share))
 
 
@@ -176,10 +176,10 @@ def rows_of(table: BudgetTable) -> Rows:
     """The rows of `table`, on the CPU."""
     points = table.points
     return Rows(
-        torch.tensor([point.share for point in points], dtype=torch.float64),
-        torch.tensor([point.knob for point in points], dtype=torch.float64),
-        torch.tensor([point.k_lo for point in points], dtype=torch.int32),
-        torch.tensor([point.share in table.jumps for point in points]),
+        torch.tensor([point.share for point in points], dtype=torch.float64, device="cpu"),
+        torch.tensor([point.knob for point in points], dtype=torch.float64, device="cpu"),
+        torch.tensor([point.k_lo for point in points], dtype=torch.int32, device="cpu"),
+        torch.tensor([point.share in table.jumps for point in points], device="cpu"),
     )
 
 

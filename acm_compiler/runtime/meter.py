@@ -32,8 +32,8 @@ class Meter:
     def __init__(self, plan: Plan, counts: Mapping[str, Tensor], owner: Conversion | None, model: nn.Module) -> None:
         self._plan, self._counts, self._owner, self._model = plan, dict(counts), owner, model
         sites = [plan.site(name) for name in self._counts]
-        each = [torch.full((site.learners + 1,), macs_per_learner(site), dtype=torch.float64) for site in sites]
-        self._run = torch.cat([macs * torch.arange(len(macs)) for macs in each])
+        each = [torch.full((s.learners + 1,), macs_per_learner(s), dtype=torch.float64, device="cpu") for s in sites]
+        self._run = torch.cat([macs * torch.arange(len(macs), device="cpu") for macs in each])
         self._full = torch.cat([macs * (len(macs) - 1) for macs in each])
 
     @property
@@ -179,4 +179,4 @@ def drift_text(share: float, promised: float) -> str:
 
 def learners_run(tokens_by_k: Tensor) -> int:
     """k of all tokens added up, of how many ran k = 0, 1, ..., N."""
-    return int((tokens_by_k * torch.arange(len(tokens_by_k))).sum())
+    return int((tokens_by_k * torch.arange(len(tokens_by_k), device=tokens_by_k.device)).sum())

@@ -132,7 +132,7 @@ def quantiles_of(values: Tensor, steps: int = STEPS) -> tuple[float, ...]:
     if not values.numel():
         return (0.0,) * (steps + 1)
     ordered = np.sort(values.detach().flatten().float().cpu().numpy())  # torch's sort takes several times as long
-    places = torch.linspace(0, len(ordered) - 1, steps + 1).round().long()
+    places = torch.linspace(0, len(ordered) - 1, steps + 1, dtype=torch.float64, device="cpu").round().long()
     return tuple(float(f"{size:.5g}") for size in ordered[places.numpy()].tolist())
 
 

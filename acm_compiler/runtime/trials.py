@@ -81,7 +81,7 @@ def quantiles(knobs: Iterable[tuple[Tensor, float]]) -> Tensor:
 
     float64 [levels].
     """
-    parts = [(knobs_R, torch.full((len(knobs_R),), weight, dtype=torch.float64)) for knobs_R, weight in knobs]
+    parts = [(knobs_R, torch.full_like(knobs_R, weight, dtype=torch.float64)) for knobs_R, weight in knobs]
     values, order = torch.cat([values for values, _ in parts]).sort()
     weights = torch.cat([weights for _, weights in parts])[order]
     if not len(values):
@@ -173,7 +173,7 @@ class Whole:
     def of_examples(self, expected: Mapping[int, float]) -> Tensor:
         """The share expected of every example, which is that of its batch, float64 [E]."""
         each = [share for number, share in expected.items() for _ in range(self._examples[number])]
-        return torch.tensor(each, dtype=torch.float64)
+        return torch.tensor(each, dtype=torch.float64, device="cpu")
 
     def is_known_by(self, parts: Mapping[int, Part], expected: Mapping[int, float], error: float = 0.0) -> bool:
         """True if these batches, by how they differ from what is expected, tell the share of all, which errs so far."""

@@ -172,14 +172,14 @@ class Usage:
         if not self.counted:
             raise NothingRecorded("this record left out what stays dense", fix="acm.record(model), without macs=False")
         batch = self._batch
-        kept = torch.zeros(batch, dtype=torch.float64)
+        kept = torch.zeros(batch, dtype=torch.float64, device="cpu")
         for macs in self._kept:
             kept += macs if isinstance(macs, Tensor) else macs / max(batch, 1)
         return kept
 
     def _per_token(self, macs: Callable[[PlannedSite], int]) -> Tensor:
         """`macs` of every real token's site, added up for each example."""
-        batch, total = self._batch, torch.zeros(self._batch, dtype=torch.float64)
+        batch, total = self._batch, torch.zeros(self._batch, dtype=torch.float64, device="cpu")
         for name, k_BS in self.k.items():
             total += by_example(to_float64((k_BS != PADDING).sum(1)).cpu(), batch) * macs(self._plan.site(name))
         return total

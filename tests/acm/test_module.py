@@ -169,6 +169,32 @@ def test_where_a_call_is_one_example_all_tokens_are_its_own():
         tokens.of_examples(torch.tensor([0.5, 0.5]), x.shape[:-1], acm.layout, site="s")
 
 
+def test_loading_into_memory_that_was_emptied_brings_the_choices_back():
+    acm = acm_for(planned_site())
+    acm.set_choices(knob=-1.5, k_lo=1, k_hi=3)
+    emptied = copy.deepcopy(acm).to("meta").to_empty(device="cpu")
+    for name in acm.run_time():
+        getattr(emptied, name).fill_(7)
+    emptied.load_state_dict(acm.state_dict())
+    assert emptied.run_time() == acm.run_time()
+
+
+def test_a_symbolic_trace_has_acms_as_leaves_that_follow_the_budget():
+    acm, x = acm_for(planned_site()), torch.randn(4, 5, 8)
+    traced = torch.fx.symbolic_trace(nn.Sequential(acm))
+    for k in (1, 4):
+        acm.set_choices(knob=0.0, k_lo=k, k_hi=k)
+        assert torch.equal(traced(x), acm(x))
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
+
+
+def test_weights_that_another_library_has_offloaded_are_refused_with_what_to_do():
+    acm = acm_for(planned_site())
+    acm.gate.to("meta")
+    with pytest.raises(UsageError, match=r"on meta(.|\n)*acm\.rewrite and acm\.calibrate have offload="):
+        acm(torch.randn(2, 5, 8))
+
+
 def test_zero_tokens_pass_through():
     acm = acm_for(planned_site())
     assert acm(torch.randn(0, 5, 8)).shape == (0, 5, 8)

@@ -24,6 +24,7 @@ from acm_compiler.runtime.usage import Usage
 from acm_compiler.tasks import Task
 from acm_compiler.training.finetune import _Seen
 from acm_compiler.training.live_state import generator_states, restore_generators
+from tests.helpers import tour_model
 from tests.helpers.build import planned_site, stack_of
 from tests.helpers.calibration_tiny import make_tiny, texts
 
@@ -237,3 +238,30 @@ def test_a_capture_leaves_the_generators_of_accelerators_as_they_were(kind, monk
         monkeypatch.setattr(getattr(torch, kind), name, getattr(module, name))
     assert capture(Drawing(2, 2), torch.zeros(1, 2)).method == "recorder"
     assert module.drawn == {(0,): 0, (1,): 0}
+
+
+def in_numbers(original, batches):
+    """Convert, measure and run a model: the plan, outputs at two budgets, their shares, an accuracy's interval."""
+    planned = plan(original, batches[0], lossless=True)
+    model = rewrite(original, plan(original, batches[0], sites="attn.o"))
+    calibrate_on(model, masked(batches), options=Options(tokens=100, gate_steps=4))
+    set_budget(model, 0.6)
+    with torch.no_grad(), batch(model, budgets=[0.3, 1.0] * 4), record(model) as usage:
+        output = model(batches[0])
+    labelled = [(x, torch.zeros(8, dtype=torch.int64, device="cpu")) for x in batches]
+    shown = str(evaluate(model, labelled, task="classify", dense=original))
+    return planned.to_json(), output.tolist(), usage.shares.tolist(), shown
+
+
+def test_default_devices_and_types_of_the_caller_change_nothing(monkeypatch):
+    monkeypatch.setattr(measure, "GRID", (0.6,))
+    original = tour_model.model()[0].eval()
+    original.blocks = original.blocks[:1]
+    batches = [torch.randn(8, tour_model.TOKENS, tour_model.WIDTH) for _ in range(4)]
+    expected, before = in_numbers(original, batches), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert in_numbers(original, batches) == expected
+    finally:
+        torch.set_default_dtype(before)

@@ -74,6 +74,17 @@ def test_generate_follows_both_budgets(model):
     assert float(total[:, 7:].mean()) < float(total[:, :7].mean()) - 0.2
 
 
+def test_beams_take_a_budget_for_each_of_their_rows(model):
+    ids, options = prompts(2), {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+    with acm.batch(model, budgets=[0.4, 0.9]), pytest.raises(LayoutUnknown, match="of beams and num_return_sequences"):
+        model.generate(ids, **options)
+    with acm.batch(model, budgets=[0.4, 0.4, 0.9, 0.9]):
+        both = model.generate(ids, **options)
+    for row, budget in enumerate((0.4, 0.9)):
+        acm.set_budget(model, budget)
+        assert torch.equal(model.generate(ids[row : row + 1], **options), both[row : row + 1])
+
+
 def test_padded_prompts_are_answered_as_alone(model):
     ids = prompts(2)
     acm.set_budget(model, PHASES)

@@ -91,7 +91,7 @@ def _train(
         pace = min(1.0, (step + 1) / _WARM_UP) * half_cosine(step, steps)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * pace
-        rows = torch.randint(len(shown_S), (_BATCH,), generator=generator).to(x_TD.device)
+        rows = torch.randint(len(shown_S), (_BATCH,), generator=generator, device="cpu").to(x_TD.device)
         with torch.autocast(x_TD.device.type, torch.bfloat16, enabled=fast):
             y_TR = _prefixes(student, x_TD[shown_S[rows]].to(dtype), k_T, runs_TR, root_RO)
         d_TR = y_TR.to(dtype) - wanted_SR[rows]

@@ -207,7 +207,7 @@ class HeadBases:
     @classmethod
     def of_parts(cls, parts: Mapping[tuple[int, ...], HeadBases]) -> HeadBases:
         """Bases of all heads, put together from those of some heads each, by the numbers of these."""
-        order = torch.tensor([head for heads in parts for head in heads]).argsort()
+        order = torch.tensor([head for heads in parts for head in heads], device="cpu").argsort()
         turn, back = (torch.cat([getattr(part, name) for part in parts.values()]) for name in ("turn", "back"))
         return cls(turn=turn[order], back=back[order])
 

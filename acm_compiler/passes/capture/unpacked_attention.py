@@ -11,7 +11,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
+from acm_compiler.acm.context import fx_node
 from acm_compiler.errors import UsageError
 
 _Thing = TypeVar("_Thing", nn.Parameter, nn.Linear, "UnpackedAttention")
@@ -63,6 +65,9 @@ class UnpackedAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The output, shaped like `query`, and the attention weights or None; see `nn.MultiheadAttention`."""
+        if isinstance(query, Proxy):  # a leaf of symbolic traces, as torch's own attention is
+            options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return fx_node(self, query, key, value, *options)
         if query.is_nested or key.is_nested or value.is_nested:
             raise UsageError(
                 "nested tensors need torch's fused attention, which has no separate projections",

@@ -43,7 +43,7 @@ def find_pairs(flow: Dataflow, outputs: Mapping[str, Site]) -> dict[str, Pair | 
     found: dict[str, Pair | str] = {}
     ends: dict[str, _End | str] = {}
     for output, site in outputs.items():
-        channels = torch.arange(site.d_out).expand(flow.values[output].shape or ())
+        channels = _channels(site.d_out).expand(flow.values[output].shape or ())
         if site.role in ("q", "k", "v"):
             ends[output] = _follow(flow, output, channels)
         elif site.role == "qkv":
@@ -152,11 +152,16 @@ def _matrix(end: _End) -> Tensor:
     return end.channels.transpose(-2, -1)
 
 
+def _channels(count: int) -> Tensor:
+    # whatever the caller's default device is
+    return torch.arange(count, device="cpu")
+
+
 def _heads(channels: Tensor) -> Tensor | None:
     """Head in each batch entry of [..., tokens, channels of a head], [...]; None where heads are mixed."""
     size = channels.shape[-1]
     heads = channels[..., 0, 0] // size
-    whole = heads[..., None, None] * size + torch.arange(size)
+    whole = heads[..., None, None] * size + _channels(size)
     return heads if torch.equal(whole.expand(channels.shape), channels) else None
 
 
@@ -190,7 +195,7 @@ def _values_pair(flow: Dataflow, site: Site, v: _End, outputs: Mapping[str, Site
     other, heads_G = read
     if heads_G is None:
         return {site.name: _RESULT_MIXED, other.name: _RESULT_MIXED}
-    return _paired(other, torch.arange(len(heads_G)), site, heads_G, size=v.channels.shape[-1])
+    return _paired(other, _channels(len(heads_G)), site, heads_G, size=v.channels.shape[-1])
 
 
 def _values_read(flow: Dataflow, v: _End, outputs: Mapping[str, Site]) -> tuple[Site, Tensor | None] | str:
@@ -204,9 +209,9 @@ def _values_read(flow: Dataflow, v: _End, outputs: Mapping[str, Site]) -> tuple[
     if heads is None or not is_right or value.shape is None:
         return _NO_HEADS
     if value.op in ATTENTION:
-        heads = _spread(value, heads, torch.empty(value.shape[:-2]))
+        heads = _spread(value, heads, torch.empty(value.shape[:-2], device="cpu"))
     size = v.channels.shape[-1]
-    mixed = (heads[..., None, None] * size + torch.arange(size)).expand(value.shape)
+    mixed = (heads[..., None, None] * size + _channels(size)).expand(value.shape)
     end = _follow(flow, value.name, mixed)
     if isinstance(end, str):
         return end
@@ -257,7 +262,7 @@ def _packed_pair(
     if of_values is None:
         return {site.name: _RESULT_MIXED, other.name: _RESULT_MIXED}
     scores = _in_order(queries, _spread(q.value, keys, queries))
-    sums = _in_order(torch.arange(len(of_values)), of_values)
+    sums = _in_order(_channels(len(of_values)), of_values)
     if scores is None or sums is None or sums[0] != tuple(range(len(of_values))):
         return {site.name: _OUT_OF_ORDER}
     roles = (*scores, sums[1])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from acm_compiler.acm import ACM
+from acm_compiler.acm.context import fx_node
 from acm_compiler.errors import AcmError
 from acm_compiler.site import Site
 
@@ -46,6 +50,19 @@ class Stash:
         return value
 
 
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+def _leaf(forward: Forward) -> Forward:
+    """`forward` of a module that symbolic traces by `torch.fx` do not enter, as they do not enter ACMs."""
+
+    @wraps(forward)
+    def run(self: nn.Module, input: Tensor) -> Tensor:
+        return fx_node(self, input) if isinstance(input, Proxy) else forward(self, input)
+
+    return run
+
+
 def dummy(x: Tensor, width: int) -> Tensor:
     """A hidden value nobody reads: zeros [..., width], fresh, so that operations in place may write to it."""
     return x.new_zeros(*x.shape[:-1], width)
@@ -72,6 +89,7 @@ class StashInput(nn.Module):
         super().__init__()
         self.site, self.stash, self.width = site, stash, width
 
+    @_leaf
     def forward(self, input: Tensor) -> Tensor:
         if self.stash is not None:
             self.stash.put(input)
@@ -88,6 +106,7 @@ class StashedACM(ACM):
         super().__init__(*args, **kwargs)
         self.stash = Stash()
 
+    @_leaf
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(self.stash.take(self.name))
         return y if y.shape[:-1] == x.shape[:-1] else y.reshape(*x.shape[:-1], y.shape[-1])
@@ -101,6 +120,7 @@ class PackedACM(ACM):
         self.stashes: list[Stash] = []
         self.widths: list[int] = []
 
+    @_leaf
     def forward(self, x: Tensor) -> Tensor:
         own, *others = super().forward(x).split(self.widths, -1)
         for stash, part in zip(self.stashes, others, strict=True):
@@ -115,6 +135,7 @@ class PackedPart(nn.Module):
         super().__init__()
         self.site, self.stash = site, stash
 
+    @_leaf
     def forward(self, input: Tensor) -> Tensor:
         x, part = self.stash.take(self.site)
         if input is not x:

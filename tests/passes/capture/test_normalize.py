@@ -139,6 +139,20 @@ def test_the_causal_hint_masks_as_the_mask_that_comes_with_it(padding, need_weig
     assert_equivalent(packed(batch_first=True), [x], need_weights=need_weights, **options)
 
 
+def test_a_symbolic_trace_has_an_unpacked_attention_as_a_leaf():
+    unpacked, x = unpack_attention(nn.MultiheadAttention(E, 2, batch_first=True)).eval(), torch.randn(2, 3, E)
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = unpacked
+
+        def forward(self, x):
+            return self.attention(x, x, value=x, need_weights=False)[0]
+
+    assert torch.equal(torch.fx.symbolic_trace(Layer())(x), Layer()(x))
+
+
 def test_weights_of_single_heads_equal_the_packed_ones():
     x = torch.randn(B, T, E, dtype=torch.float64)
     assert_equivalent(packed(batch_first=True), [x], average_attn_weights=False)

@@ -46,7 +46,7 @@ class AdaptedACM(nn.Module, LoraLayer):
     ) -> None:
         super().__init__()
         if config is None:  # peft gave its parts instead
-            raise PackageMissing("LoRA on ACMs needs peft 0.19 or later", fix="pip install 'acm_compiler[lora]'")
+            raise PackageMissing("LoRA on ACMs needs peft 0.21 or later", fix="pip install 'acm_compiler[lora]'")
         LoraLayer.__init__(self, base_layer, **kwargs)
         _refuse_site(base_layer)
         self._active_adapter = adapter_name

@@ -10,11 +10,13 @@ import math
 from functools import wraps
 from typing import Any, NoReturn
 
+import peft
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from acm_compiler.acm import ACM
 from acm_compiler.acm.arguments import Weights
@@ -45,8 +47,10 @@ class AdaptedACM(nn.Module, LoraLayer):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        if config is None:  # peft gave its parts instead
-            raise PackageMissing("LoRA on ACMs needs peft 0.21 or later", fix="pip install 'acm_compiler[lora]'")
+        # 0.20 gives a model that loads saved adapters other outputs
+        if config is None or TorchVersion(peft.__version__) < "0.21":
+            fix = "pip install 'acm_compiler[lora]'"
+            raise PackageMissing("LoRA on ACMs needs peft 0.21 or later", found=f"peft {peft.__version__}", fix=fix)
         LoraLayer.__init__(self, base_layer, **kwargs)
         _refuse_site(base_layer)
         self._active_adapter = adapter_name

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import acm_compiler as acm
-from acm_compiler.errors import TrainingFailed, UsageError
+from acm_compiler.errors import PackageMissing, TrainingFailed, UsageError
 from tests.helpers.models import Attention, Functional, Mlp, Residual, Stack, SwiGlu, example
 from tests.helpers.rewrite_cases import assert_close, give_budgets
 
@@ -262,3 +262,10 @@ def test_adapters_on_gates_are_refused_with_what_to_target():
     with pytest.raises(UsageError, match="a layer of its gate is a peft") as caught:
         adapt(model, targets="all-linear")(x)
     assert "target_modules" in caught.value.fix
+
+
+def test_a_peft_that_gives_loaded_adapters_other_outputs_is_refused(monkeypatch):
+    model, _ = all_kinds()
+    monkeypatch.setattr(peft, "__version__", "0.20.1")
+    with pytest.raises(PackageMissing, match=r"0\.21 or later[\s\S]*peft 0\.20\.1"):
+        adapt(model)

@@ -68,9 +68,9 @@ class SiteRule(Argument):
     form: Literal["auto", "svd", "slices"] = "auto"
     """Form of a projection's learners: a low-rank product, or slices of its own rows or columns. auto: the one with
     the lower expected damage."""
-    pack: bool = False
+    pack: bool | None = None
     """One ACM for q, k and v of an attention that reads the same tokens with all three: one gate, and one k for each
-    token. Projections that are not so stay apart."""
+    token. Projections that are not so stay apart. null: no."""
 
     @field_validator("activation")
     @classmethod
@@ -93,7 +93,8 @@ class SiteRule(Argument):
             ("pack", r"mlp", "projections"),
             ("second_layer", r"attn(\..*)?", "MLPs"),
         ):
-            if getattr(self, key) not in ("auto", False) and all(re.fullmatch(idle, match) for match in self.match):
+            asked = getattr(self, key) not in ("auto", False, None)
+            if asked and all(re.fullmatch(idle, match) for match in self.match):
                 raise refusal(f"{key} is for {what}, and match {', '.join(self.match)} means none", key)
         return self
 

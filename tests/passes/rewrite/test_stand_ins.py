@@ -1,4 +1,4 @@
-"""What stands around an ACM, as other tools see it."""
+"""Stand-ins around an ACM, as other tools see them."""
 
 import pytest
 import torch

@@ -131,20 +131,8 @@ EXACT = [
 ]
 
 
-def double(value):
-    if isinstance(value, dict):
-        return {name: double(part) for name, part in value.items()}
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 def opened(case):
-    """A model in float64 that answers with more than zeros, and its example."""
-    torch.manual_seed(3)
-    model, x = CASES[case]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.double().eval(), double(x)
+    return models.in_float64(CASES[case])
 
 
 @torch.no_grad()

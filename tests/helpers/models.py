@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 WIDTH, HEADS, HIDDEN = 16, 4, 32
 BATCH, TOKENS, FEATURES = 2, 5, 6
@@ -282,3 +284,13 @@ def torch_encoder(*, batch_first: bool) -> tuple[nn.Module, Tensor]:
         warnings.simplefilter("ignore")  # about the nested tensors that such layouts cannot use
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=batch_first), 2)
     return encoder, torch.randn(*((2, 7) if batch_first else (7, 2)), 32)
+
+
+def in_float64(make: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
+    """A model in float64 that answers with more than zeros, and its example."""
+    torch.manual_seed(3)
+    model, x = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.double().eval(), tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, x)

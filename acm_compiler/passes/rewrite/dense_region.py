@@ -70,10 +70,12 @@ class DenseRegion(nn.Module):
     runs. Without dropout: what a graft swallowed is applied by the ACM.
     """
 
+    _is_packed = False  # as in models that were pickled before there were any
+
     def __init__(self, site: Site, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.act = site.act
-        self._refs, self._is_packed = site.refs, site.last is None
+        self._refs, self._is_packed = site.refs, site.last is None and len(site.first) > 1
         self._held: dict[str, str] = {}
         roles = (*_ROLES[: len(site.first)], "last") if site.last is not None else _PACKED[: len(site.first)]
         for role, ref in zip(roles, self._refs, strict=True):

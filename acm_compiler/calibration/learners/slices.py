@@ -99,7 +99,7 @@ def fit_slices(first: SiteRecord, second: SiteRecord, judged: Mapping[str, Judge
     records = {record.site.role: record for record in (first, second)}
     if "o" not in records:
         q, k = records["q"], records["k"]
-        of_q, of_k = _bases_of_scores(q, _by_head(q), k, _by_head(k))
+        of_q, of_k = _bases_of_heads(q, _by_head(q), k, _by_head(k))
         return [_rows(q, of_q, judged[q.site.name]), _rows(k, of_k, judged[k.site.name])]
     o = records.pop("o")
     (v,) = records.values()
@@ -108,7 +108,7 @@ def fit_slices(first: SiteRecord, second: SiteRecord, judged: Mapping[str, Judge
     of_v, of_o = bases_of_values(blocks, weight, judged[o.site.name].metric, heads=len(at_v))
     if at_q:  # `v` is packed: queries and keys of the same tokens are among its heads
         w_GdD, b_Gd = _by_head(v)
-        of_q, of_k = _bases_of_scores(v, (w_GdD[[*at_q]], b_Gd[[*at_q]]), v, (w_GdD[[*at_k]], b_Gd[[*at_k]]))
+        of_q, of_k = _bases_of_heads(v, (w_GdD[[*at_q]], b_Gd[[*at_q]]), v, (w_GdD[[*at_k]], b_Gd[[*at_k]]))
         of_v = HeadBases.of_parts({(*at_q,): of_q, (*at_k,): of_k, (*at_v,): of_v})
     return [_rows(v, of_v, judged[v.site.name]), _columns(o, of_o, judged[o.site.name])]
 
@@ -125,10 +125,10 @@ def _by_head(record: SiteRecord) -> tuple[Tensor, Tensor]:
     return weight.unflatten(0, parts), bias.unflatten(0, parts)
 
 
-def _bases_of_scores(
+def _bases_of_heads(
     q: SiteRecord, of_q: tuple[Tensor, Tensor], k: SiteRecord, of_k: tuple[Tensor, Tensor]
 ) -> tuple[HeadBases, HeadBases]:
-    """`bases_of_scores` of heads with these weights and biases, which read what the records' sites read."""
+    """Bases of queries and keys, whose heads have these weights and biases and read what the records' sites read."""
     (w_GdD, b_Gd), (keys_GdD, _) = of_q, of_k
     mean_Gd = w_GdD @ q.moments.mean + b_Gd
     second_q = _products(w_GdD, q.moments.covariance) + mean_Gd[:, :, None] * mean_Gd[:, None]

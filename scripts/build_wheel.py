@@ -4,8 +4,8 @@
 
 One library for each level of instructions, compiled for the torch that is installed here: another torch (in its second
 number) ignores them and compiles at first use, as an installation from source does. Build once on each kind of machine
-(x86-64, aarch64: there the one level is "plain") and for each torch, on the oldest Linux that you support: the tag of
-the wheel names this machine's C library.
+(x86-64; aarch64, whose levels are plain, neon-dot and neon-bf16) and for each torch, on the oldest Linux that you
+support: the tag of the wheel names this machine's C library.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ PARTS = ("acm_compiler", "recipes", "setup.py", "pyproject.toml", "README.md", "
 
 def main() -> None:
     """Compile the libraries and build the wheel around them."""
-    known = {level.name: level for level in (*build.X86, build.PLAIN)}
-    own = [level.name for level in build.X86] if platform.machine() == "x86_64" else [build.PLAIN.name]
+    known = {level.name: level for level in build.LEVELS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("dist"))
-    parser.add_argument("--levels", nargs="+", choices=known, default=own)
+    parser.add_argument("--levels", nargs="+", choices=known, default=[*known])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "source"

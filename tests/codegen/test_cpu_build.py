@@ -1,6 +1,8 @@
 """Levels of instructions of the CPU kernel, and the libraries that a wheel carries."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,40 +16,48 @@ from acm_compiler.errors import KernelUnavailable
 
 ROOT = Path(__file__).parents[2]
 NAMES = [level.name for level in build.X86]
+X86_HAS = [name for level in build.X86 for name in level.needs]
+ARM_HAS = [name for level in build.ARM for name in level.needs]
 
 
-def processor(monkeypatch, capability, *more):
-    """A processor of this capability, with what `more` names beside."""
+def processor(monkeypatch, capability, *instructions, levels=build.X86):
+    """A processor with torch's vectors of this capability and these instructions, by torch's names."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    changed = [
-        build.Level(name=one.name, capability=one.capability, flags=one.flags, runs=lambda n=one.name: n in more)
-        if one.name in NAMES[2:]
-        else one
-        for one in build.X86
-    ]
-    monkeypatch.setattr(build, "X86", tuple(changed))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(instructions, True))
+    monkeypatch.setattr(build, "LEVELS", levels)
 
 
 @pytest.mark.parametrize(
-    ("capability", "more", "expected"),
+    ("capability", "instructions", "expected"),
     [
-        ("DEFAULT", (), ["plain"]),
-        ("NEON", NAMES, ["plain"]),
-        ("AVX2", NAMES, ["avx2"]),
+        ("DEFAULT", X86_HAS, ["plain"]),
+        ("AVX2", X86_HAS, ["avx2"]),
         ("AVX512", (), ["avx512", "avx2"]),
-        ("AVX512", ("avx512-vnni",), ["avx512-vnni", "avx512", "avx2"]),
-        ("AVX512", NAMES[2:], NAMES[::-1]),
-        ("AVX512", ("amx",), ["avx512", "avx2"]),  # nothing has that
+        ("AVX512", ("avx512_vnni",), ["avx512-vnni", "avx512", "avx2"]),
+        ("AVX512", X86_HAS, NAMES[::-1]),
+        ("AVX512", ("amx_tile",), ["avx512", "avx2"]),  # nothing has that
     ],
 )
-def test_a_processor_runs_its_level_and_those_below(monkeypatch, capability, more, expected):
-    processor(monkeypatch, capability, *more)
+def test_a_processor_runs_its_level_and_those_below(monkeypatch, capability, instructions, expected):
+    processor(monkeypatch, capability, *instructions)
+    assert [level.name for level in build.levels_here()] == expected
+
+
+@pytest.mark.parametrize("capability", ["DEFAULT", "SVE256"])
+@pytest.mark.parametrize(
+    ("instructions", "expected"),
+    [((), ["plain"]), (("dot", "fp16_arith"), ["neon-dot", "plain"]), (ARM_HAS, ["neon-bf16", "neon-dot", "plain"])],
+)
+def test_so_does_one_of_arm(monkeypatch, capability, instructions, expected):
+    processor(monkeypatch, capability, *instructions, levels=build.ARM)
     assert [level.name for level in build.levels_here()] == expected
 
 
 def test_each_level_has_all_that_the_one_below_has():
     for below, above in zip(build.X86, build.X86[1:], strict=False):
         assert set(below.flags) < set(above.flags)
+    for below, above in zip(build.ARM[1:], build.ARM[2:], strict=False):
+        assert above.flags[0].startswith(below.flags[0])
 
 
 @pytest.fixture
@@ -64,13 +74,13 @@ def carried(monkeypatch, tmp_path):
 
 
 def test_the_wheels_library_is_taken_for_all_that_the_processor_has(monkeypatch, carried, tmp_path):
-    processor(monkeypatch, "AVX512", "avx512-vnni")
+    processor(monkeypatch, "AVX512", "avx512_vnni")
     carried("avx2", "avx512-vnni", "amx")
     assert build.library_file() == tmp_path / build.file_name(build.X86[2], build.digest())
 
 
 def test_a_lower_one_is_taken_where_there_is_no_compiler(monkeypatch, carried, tmp_path):
-    processor(monkeypatch, "AVX512", *NAMES[2:])
+    processor(monkeypatch, "AVX512", *X86_HAS)
     carried("avx2", "avx512")
     compiled = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -124,17 +134,19 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["aarch64-linux-gnu.2.28"])
-def test_the_kernel_compiles_for_arm(target, tmp_path, monkeypatch):
-    """The cross compiler of the package ziglang takes it; nothing runs."""
-    pytest.importorskip("ziglang")
-    monkeypatch.setattr(build, "find_compiler", lambda: "c++")
-    options = [o for o in build.command_for(build.PLAIN)[1:] if not o.startswith(("-L", "-l", "-fopenmp", "-shared"))]
-    made = tmp_path / "learners.o"
-    folders = {f"ZIG_{kind}_CACHE_DIR": str(tmp_path / "zig") for kind in ("GLOBAL", "LOCAL")}
-    command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *options, "-c", str(build.SOURCE)]
-    done = subprocess.run(
-        [*command, "-o", str(made)], env=os.environ | folders, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize(
+    ("level", "products"),
+    [("plain", set()), ("neon-dot", {"sdot"}), ("neon-bf16", {"sdot", "smmla", "bfdot", "bfmmla"})],
+)
+def test_levels_of_arm_compile_and_multiply_by_their_instructions(level, products, tmp_path, monkeypatch):
+    """A cross compiler takes them; nothing runs (scripts/emulate_arm.sh does that)."""
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("needs the package g++-aarch64-linux-gnu")
+    monkeypatch.setattr(build, "find_compiler", lambda: compiler)
+    (level,) = [one for one in build.ARM if one.name == level]
+    options = [o for o in build.command_for(level) if not o.startswith(("-L", "-l", "-shared"))]
+    made = tmp_path / "learners.s"
+    done = subprocess.run([*options, "-S", str(build.SOURCE), "-o", str(made)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert made.read_bytes()[18:20] == b"\xb7\x00"  # the ELF machine AArch64
+    assert set(re.findall(r"^\t(sdot|smmla|bfdot|bfmmla)\t", made.read_text(), re.M)) == products

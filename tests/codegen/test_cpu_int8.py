@@ -15,6 +15,7 @@ from acm_compiler.acm.quantized import integers
 from acm_compiler.acm.reference import Norm, normalised, run_learners
 from acm_compiler.codegen import cpu
 from acm_compiler.codegen.compare import INT8_TOLERANCE, TOLERANCE, relative_error, require_equal
+from acm_compiler.codegen.cpu.build import PLAIN
 from acm_compiler.errors import UsageError, VerificationFailed
 from tests.helpers.kernel_cases import FEW, FORMS, ODD, Case, k_of, require_same_bits_by_threads, to, weights_of
 
@@ -158,7 +159,7 @@ def test_the_check_of_every_call_allows_for_a_value_between_two_integers():
 
 def test_a_processor_without_vectors_of_bytes_says_so(monkeypatch):
     assert cpu.not_covered(act="gelu", dtype=torch.float32, is_quantized=True) is None
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(cpu, "levels_here", lambda: [PLAIN])
     assert "AVX2" in cpu.not_covered(act="gelu", dtype=torch.float32, is_quantized=True)
     assert cpu.not_covered(act="gelu", dtype=torch.float32) is None
 

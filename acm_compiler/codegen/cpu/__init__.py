@@ -14,7 +14,7 @@ from torch import Tensor
 from acm_compiler import env
 from acm_compiler.acm.ops import LIBRARY
 from acm_compiler.codegen.compare import TOLERANCE, checked, relative_error
-from acm_compiler.codegen.cpu.build import library_file
+from acm_compiler.codegen.cpu.build import levels_here, library_file
 from acm_compiler.errors import KernelUnavailable
 from acm_compiler.site import ACTIVATIONS
 
@@ -87,9 +87,8 @@ def _sample() -> Tensor:
 
 def not_covered(*, act: str, dtype: torch.dtype, is_quantized: bool = False) -> str | None:
     """Reason why the native kernel hands such an ACM to the reference, None when it does not."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if is_quantized and capability not in ("AVX2", "AVX512"):
-        return f"the native CPU kernel has products of bytes for AVX2 and AVX-512, not for {capability}"
+    if is_quantized and not levels_here()[0].has_bytes:
+        return "the native CPU kernel has products of bytes for AVX2, AVX-512 and ARM's dot products alone"
     if act not in ACTIVATIONS:
         return f"activation {act} is not supported by the native CPU kernel"
     return gate_not_covered((dtype,))

@@ -8,15 +8,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import logging
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,22 +33,29 @@ FOLDER = Path(__file__).with_name("prebuilt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """Instructions that go together. capability: as torch's vectors call it; flags: of the compiler, GCC or Clang.
+    """Instructions that go together: `needs`, by torch's names, beside those of torch's vectors of that `capability`.
 
-    runs: tells whether this processor has what it adds to the level below.
+    flags: of the compiler, GCC or Clang. has_bytes: products of bytes are among them, which int8 needs.
     """
 
     name: str
-    capability: str
-    flags: tuple[str, ...]
-    runs: Callable[[], bool] = lambda: True
+    flags: tuple[str, ...] = ()
+    capability: str = ""
+    needs: tuple[str, ...] = ()
+    has_bytes: bool = True
 
     @property
     def options(self) -> list[str]:
         """The compiler's options."""
         if not self.capability:
-            return []
+            return [*self.flags]
         return [*self.flags, f"-DCPU_CAPABILITY={self.capability}", f"-DCPU_CAPABILITY_{self.capability}"]
+
+    def runs(self) -> bool:
+        """True if this processor has them; on x86 torch's ATEN_CPU_CAPABILITY is an upper bound."""
+        vectors = torch.backends.cpu.get_cpu_capability()
+        is_bounded = self.capability in ("", vectors) or vectors == "AVX512"
+        return is_bounded and all(torch.cpu.get_capabilities().get(name, False) for name in self.needs)
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -54,27 +63,27 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw")
 _VNNI = (*_AVX512, "-mavx512vnni")
 _BF16 = (*_VNNI, "-mavx512bf16")
 _AMX = (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
-PLAIN = Level(name="plain", capability="", flags=())
+_DOT = "-march=armv8.2-a+fp16+dotprod"
+PLAIN = Level(name="plain", has_bytes=False)
 # in the order of what they have
 X86 = (
     Level(name="avx2", capability="AVX2", flags=_AVX2),
     Level(name="avx512", capability="AVX512", flags=_AVX512),
-    Level(name="avx512-vnni", capability="AVX512", flags=_VNNI, runs=torch.cpu._is_vnni_supported),
-    Level(name="avx512-bf16", capability="AVX512", flags=_BF16, runs=torch.cpu._is_avx512_bf16_supported),
-    Level(name="amx", capability="AVX512", flags=_AMX, runs=torch.cpu._is_amx_tile_supported),
+    Level(name="avx512-vnni", capability="AVX512", flags=_VNNI, needs=("avx512_vnni",)),
+    Level(name="avx512-bf16", capability="AVX512", flags=_BF16, needs=("avx512_bf16",)),
+    Level(name="amx", capability="AVX512", flags=_AMX, needs=("amx_tile",)),
 )
+ARM = (
+    PLAIN,
+    Level(name="neon-dot", flags=(_DOT,), needs=("fp16_arith", "dot")),
+    Level(name="neon-bf16", flags=(f"{_DOT}+bf16+i8mm",), needs=("bf16", "i8mm")),
+)
+LEVELS = {"x86_64": X86, "aarch64": ARM}.get(platform.machine(), (PLAIN,))
 
 
 def levels_here() -> list[Level]:
-    """The levels that this processor runs, the highest first; torch's ATEN_CPU_CAPABILITY is an upper bound."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    found: list[Level] = []
-    for level in X86:
-        if level.capability == capability and not level.runs():
-            break
-        if capability in (level.capability, "AVX512"):
-            found.insert(0, level)
-    return found or [PLAIN]
+    """The levels that this processor runs, the highest first."""
+    return [*itertools.takewhile(lambda level: level.runs(), LEVELS)][::-1] or [PLAIN]
 
 
 def file_name(level: Level, digest: str) -> str:

@@ -8,6 +8,9 @@
 #include <ATen/ops/clone.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/version.h>
+#if defined(__linux__) && defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 #include <algorithm>
 #include <string>
@@ -44,6 +47,12 @@ inline bool runs_here() {
 #endif
 #ifdef __AVX2__
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
+#endif
+#if defined(__linux__) && defined(__ARM_FEATURE_DOTPROD)
+  if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP)) return false;
+#endif
+#if defined(__linux__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  if (!(getauxval(AT_HWCAP2) & HWCAP2_BF16)) return false;
 #endif
   return true;
 }

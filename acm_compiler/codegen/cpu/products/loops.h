@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "blocks.h"
 #include "matrix.h"
 #include "plan.h"
 #include "vectors.h"
@@ -25,7 +26,7 @@ constexpr int64_t kPanelCols = kTileVecs * kLanes;
 constexpr int64_t kStretch = 384;  // words summed before they are added to what there is: short sums round less
 constexpr int64_t kDotCols = 4;
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr bool kHasPairs = true;
 #else
 constexpr bool kHasPairs = false;
@@ -37,13 +38,45 @@ inline Vec multiply_add(const Vec& a, const Vec& b, const Vec& sum) {
 #if defined(__AVX512BF16__)
   const auto pairs = [](const Vec& words) { return (__m512bh)_mm512_castps_si512(words); };
   if constexpr (kPairs) return _mm512_dpbf16_ps(sum, pairs(a), pairs(b));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  const auto pairs = [](const Vec& words) { return vreinterpretq_bf16_f32(words); };
+  if constexpr (kPairs) return vbfdotq_f32(sum, pairs(a), pairs(b));
 #endif
   return at::vec::fmadd(a, b, sum);
 }
 
+#if defined(ACM_BLOCKS)
+// multiply_tile for two rows and more of pairs
+template <int kRows, int kVecs>
+void multiply_blocks(const float* const* rows, Panel panel, int64_t depth, bool resume, float* out) {
+  Blocks<float32x4_t, kRows, kVecs> blocks;
+  const int32_t *row[kRows], *strip[kVecs];
+  for (int i = 0; i < kRows; i++) row[i] = reinterpret_cast<const int32_t*>(rows[i]);
+  for (int j = 0; j < kVecs; j++) strip[j] = reinterpret_cast<const int32_t*>(panel.data) + j * panel.deep * kLanes;
+  const auto at = [&](int j, int64_t d) { return vld1q_s32(strip[j] + d * kLanes); };
+  for (int64_t from = 0; from < depth; from += kStretch) {
+    const int64_t to = std::min(depth, from + kStretch);
+    int64_t d = from;
+    for (; d + 2 <= to; d += 2)
+      blocks.add([&](int i) { return vld1_s32(row[i] + d); }, [&](int j, int w) { return at(j, d + w); });
+    if (d < to)
+      blocks.add([&](int i) { return vld1_lane_s32(row[i] + d, vdup_n_s32(0), 0); },
+                 [&](int j, int w) { return w ? vdupq_n_s32(0) : at(j, d); });
+    blocks.flush([&](int i, int j, float32x4_t sums) {
+      float* place = out + (i * kVecs + j) * kLanes;
+      vst1q_f32(place, resume ? vaddq_f32(vld1q_f32(place), sums) : sums);
+    });
+    resume = true;
+  }
+}
+#endif
+
 // out[kRows, kVecs * lanes] (+)= rows times so many strips of a panel, `depth` words of each
 template <bool kPairs, int kRows, int kVecs>
 void multiply_tile(const float* const* rows, Panel panel, int64_t depth, bool resume, float* out) {
+#if defined(ACM_BLOCKS)
+  if constexpr (kPairs && kRows > 1) return multiply_blocks<kRows, kVecs>(rows, panel, depth, resume, out);
+#endif
   constexpr int64_t kWidth = kVecs * kLanes;
   Vec sums[kRows][kVecs];
   const float* row[kRows];

@@ -30,6 +30,8 @@ inline Word low_values(Word pairs) {
   return _mm512_and_si512(pairs, _mm512_set1_epi8(15));
 #elif defined(CPU_CAPABILITY_AVX2)
   return _mm256_and_si256(pairs, _mm256_set1_epi8(15));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return vandq_s32(pairs, vdupq_n_s32(0x0f0f0f0f));
 #else
   return pairs;  // never called: kHasBytes
 #endif
@@ -40,6 +42,8 @@ inline Word high_values(Word pairs) {
   return low_values(_mm512_srli_epi16(pairs, 4));
 #elif defined(CPU_CAPABILITY_AVX2)
   return low_values(_mm256_srli_epi16(pairs, 4));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return low_values(vshrq_n_s32(pairs, 4));
 #else
   return pairs;
 #endif
@@ -50,6 +54,8 @@ inline Vec halves(const uint8_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(CPU_CAPABILITY_AVX2)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
 #else
   return Vec(0.f);
 #endif

@@ -13,13 +13,13 @@ namespace {
 
 constexpr float kLeastScale = 0x1p-100f;  // a row of a smaller one counts as zeros
 
-// a byte q stands for (q - zero) * scale
+// a byte q, from kLeastByte on, stands for (q - zero) * scale
 struct Scaled {
   float scale;
   int32_t zero;
 };
 
-// round(v) + zero, no less than 0 and no more than 255, of finite values
+// round(v) + zero, of finite values: no less than 0 and no more than 255, before kLeastByte is added
 inline void store_bytes(const Vec& v, float zero, uint8_t* to, int64_t count) {
 #if defined(CPU_CAPABILITY_AVX512)
   const __mmask16 some = count >= kLanes ? 0xffff : (1u << count) - 1;
@@ -28,7 +28,7 @@ inline void store_bytes(const Vec& v, float zero, uint8_t* to, int64_t count) {
 #else
   float values[kLanes];
   at::vec::clamp(v.round() + Vec(zero), Vec(0.f), Vec(255.f)).store(values);
-  for (int64_t j = 0; j < std::min(count, kLanes); j++) to[j] = static_cast<uint8_t>(values[j]);
+  for (int64_t j = 0; j < std::min(count, kLanes); j++) to[j] = static_cast<uint8_t>(values[j]) + kLeastByte;
 #endif
 }
 
@@ -69,7 +69,7 @@ Scaled quantise(const T* row, int64_t count, uint8_t* to) {
     const int64_t some = std::min(kLanes, count - j);
     store_bytes(load(row + j, some) * Vec(inverse), zero, to + j, some);
   }
-  return {scale, static_cast<int32_t>(zero)};
+  return {scale, static_cast<int32_t>(zero) + kLeastByte};
 }
 
 // Rows of bytes in equal parts, each padded and with a scale of its own.

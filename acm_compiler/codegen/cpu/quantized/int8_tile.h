@@ -1,4 +1,4 @@
-// The inner loops of int8 products: unsigned bytes of activations times signed bytes of weights, summed without loss.
+// The inner loops of int8 products: bytes of activations times signed bytes of weights, summed without loss.
 //
 // A word is four bytes, as one lane of a sum takes them. A panel of weights is [words, width], width some vectors of
 // columns: what the processor's tiles read is the same as what its vectors read.
@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "../products/blocks.h"
 #include "../products/plan.h"
 #include "../products/products.h"
 #include "../products/tiles.h"
@@ -21,21 +22,29 @@ using Ints = at::vec::Vectorized<int32_t>;
 using Word = __m512i;  // as they are: of a class the compiler keeps copies in memory
 #elif defined(CPU_CAPABILITY_AVX2)
 using Word = __m256i;
+#elif defined(__ARM_FEATURE_DOTPROD)
+using Word = int32x4_t;
 #else
 using Word = Ints;
 #endif
 
 constexpr int64_t kDeep = 64;  // rows and panels are padded to a multiple of so many bytes, what a tile takes at a time
 constexpr int64_t kByteRows = 32;  // at once; memory of rows is a multiple of them
-#if defined(__AVX512BW__) || defined(__AVX2__)
+#if defined(__AVX512BW__) || defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kHasBytes = true;
 #else
 constexpr bool kHasBytes = false;
 #endif
+// the least byte of an activation: x86 multiplies unsigned by signed bytes, ARM signed by signed ones
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int32_t kLeastByte = -128;
+#else
+constexpr int32_t kLeastByte = 0;
+#endif
 
 inline int64_t deep(int64_t bytes) { return round_up(bytes, kDeep); }
 
-// sum + a . w of the four bytes in each lane, a unsigned and w signed
+// sum + a . w of the four bytes in each lane, w signed and a from kLeastByte on; of either kind where they are below 128
 inline Word add_bytes(Word sum, Word a, Word w) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpbusd_epi32(sum, a, w);
@@ -49,6 +58,8 @@ inline Word add_bytes(Word sum, Word a, Word w) {
   const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8));
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(w, 8));
   return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return vdotq_s32(sum, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(w));
 #else
   return sum;  // never called: kHasBytes
 #endif
@@ -66,6 +77,16 @@ inline Word four_bytes(const uint8_t* from) {
 // out[kRows, kPanelCols] = rows times a panel [words, kVecs * lanes]
 template <int kRows, int kVecs>
 void multiply_bytes(const uint8_t* rows, int64_t stride, const int32_t* panel, int64_t words, int32_t* out) {
+#if defined(ACM_BLOCKS)
+  if constexpr (kRows > 1) {
+    Blocks<Word, kRows, kVecs> blocks;
+    for (int64_t d = 0; d < words; d += 2)
+      blocks.add([&](int i) { return vreinterpret_s32_u8(vld1_u8(rows + i * stride + 4 * d)); },
+                 [&](int j, int w) { return vld1q_s32(panel + ((d + w) * kVecs + j) * kLanes); });
+    blocks.flush([&](int i, int j, Word sums) { vst1q_s32(out + i * kPanelCols + j * kLanes, sums); });
+    return;
+  }
+#endif
   Word sums[kRows][kVecs];
   const uint8_t* row[kRows];
   for (int i = 0; i < kRows; i++) {

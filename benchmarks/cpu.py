@@ -29,8 +29,16 @@ from benchmarks.drawn import N, bias_to, converted, drawn, mean_k
 from benchmarks.machine import machine
 
 D, HIDDEN, HEADS = 768, 3072, 12
-KIND_FORM = {"mlp": "mlp", "projection (svd)": "linear", "projection (rows)": "rows", "projection (cols)": "cols"}
-GATE = {"mlp": 64, "projection (svd)": 8, "projection (rows)": 8, "projection (cols)": 8}
+# form and how many projections of the same tokens are one site (`pack: true` in recipes)
+KINDS = {
+    "mlp": ("mlp", 1),
+    "projection (svd)": ("linear", 1),
+    "projection (rows)": ("rows", 1),
+    "projection (cols)": ("cols", 1),
+    "q, k, v packed (svd)": ("linear", 3),
+    "q, k, v packed (rows)": ("rows", 3),
+}
+GATE = {"mlp": 64, "linear": 8, "rows": 8, "cols": 8}  # widths
 HEADINGS = ("site", "k/N", "ms", "ratio", "q1", "q3", "error")
 
 
@@ -61,7 +69,7 @@ def sites(tokens: int, rounds: int, *, dtype: torch.dtype) -> None:
     """Every kind of site of ViT-B by itself, at every k."""
     x = torch.randn(tokens, D, dtype=dtype)
     rows = []
-    for kind in KIND_FORM:
+    for kind in KINDS:
         dense = torch.compile(dense_site(kind).to(dtype))
         eager = drawn_site(kind).to(dtype)
         compiled = torch.compile(eager, backend="acm")
@@ -106,27 +114,41 @@ def step(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> None:
         model.choices.clear()
 
 
+class Projections(nn.Module):
+    """Projections of the same tokens."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(D, D) for _ in range(count))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x) for linear in self.each)
+
+
 def dense_site(kind: str) -> nn.Module:
     """The site before its conversion."""
-    return nn.Sequential(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)) if kind == "mlp" else nn.Linear(D, D)
+    form, count = KINDS[kind]
+    if form == "mlp":
+        return nn.Sequential(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D))
+    return Projections(count)
 
 
 def drawn_site(kind: str) -> ACM:
-    """An ACM with drawn weights, whose gate spreads tokens over all k."""
-    form, k_min = KIND_FORM[kind], 0 if kind == "mlp" else 1
-    width = HIDDEN // N if kind == "mlp" else D // 2 // N if form == "linear" else D // N
+    """An ACM with drawn weights, whose gate spreads tokens over all k, of the dense site's MACs without its gate."""
+    form, count = KINDS[kind]
+    k_min, outputs = int(form != "mlp"), count * D
     learners = Learners(
         D,
-        D,
+        outputs,
         N,
-        width,
+        {"mlp": HIDDEN, "linear": D * outputs // (D + outputs)}.get(form, outputs) // N,
         form=form,
-        act="gelu" if kind == "mlp" else "identity",
-        bias_in=kind == "mlp",
-        heads=HEADS if form in ("rows", "cols") else 1,
+        act="gelu" if form == "mlp" else "identity",
+        bias_in=form == "mlp",
+        heads=HEADS * count if form in ("rows", "cols") else 1,
     )
     learners.start_random()
-    gate = Gate(D, GATE[kind], N - k_min + 1)
+    gate = Gate(D, GATE[form], N - k_min + 1)
     with torch.no_grad():
         gate.outer.weight.mul_(30)
     return ACM(gate, learners, name=kind, k_min=k_min, layout=None, cost=1.0, dropout=0.0).eval()

@@ -19,7 +19,7 @@ if [ ! -f "$folder/ready" ]; then
   done
   for package in *.deb; do dpkg-deb -x "$package" "$system"; done
   # triton is what torch of Linux comes with, and nvidia's libraries are what it links to
-  "$root/.venv/bin/pip" freeze --exclude-editable | sed 's/+[a-z0-9]*$//' | grep -iE '^(nvidia-[^=]*|torch|torchvision|triton'\
+  "$root/.venv/bin/pip" freeze --all --exclude-editable | sed 's/+[a-z0-9]*$//' | grep -iE '^(nvidia-[^=]*|torch|torchvision|triton'\
 '|numpy|pillow|pydantic|pydantic_core|annotated-types|typing-inspection|typing_extensions|filelock|jinja2|markupsafe|networkx'\
 '|ruamel.yaml|safetensors|tabulate|tqdm|typer|annotated-doc|rich|shellingham|pygments|markdown-it-py|mdurl|sympy|mpmath'\
 '|fsspec|pytest|pluggy|iniconfig|packaging|hypothesis|sortedcontainers|setuptools)==' > needed.txt

@@ -1,5 +1,6 @@
 """Levels of instructions of the CPU kernel, and the libraries that a wheel carries."""
 
+import itertools
 import os
 import re
 import shutil
@@ -16,8 +17,8 @@ from acm_compiler.errors import KernelUnavailable
 
 ROOT = Path(__file__).parents[2]
 NAMES = [level.name for level in build.X86]
-X86_HAS = [name for level in build.X86 for name in level.needs]
-ARM_HAS = [name for level in build.ARM for name in level.needs]
+X86_HAS = {name for level in build.X86 for name in level.needs}
+ARM_HAS = build.ARM[-1].needs
 
 
 def processor(monkeypatch, capability, *instructions, levels=build.X86):
@@ -31,7 +32,8 @@ def processor(monkeypatch, capability, *instructions, levels=build.X86):
     ("capability", "instructions", "expected"),
     [
         ("DEFAULT", X86_HAS, ["plain"]),
-        ("AVX2", X86_HAS, ["avx2"]),
+        ("AVX2", (), ["avx2"]),
+        ("AVX2", X86_HAS, ["avx2-vnni", "avx2"]),
         ("AVX512", (), ["avx512", "avx2"]),
         ("AVX512", ("avx512_vnni",), ["avx512-vnni", "avx512", "avx2"]),
         ("AVX512", X86_HAS, NAMES[::-1]),
@@ -54,10 +56,10 @@ def test_so_does_one_of_arm(monkeypatch, capability, instructions, expected):
 
 
 def test_each_level_has_all_that_the_one_below_has():
-    for below, above in zip(build.X86, build.X86[1:], strict=False):
-        assert set(below.flags) < set(above.flags)
-    for below, above in zip(build.ARM[1:], build.ARM[2:], strict=False):
-        assert above.flags[0].startswith(below.flags[0])
+    for levels in (build.X86[:2], build.X86[:1] + build.X86[2:]):
+        for below, above in itertools.pairwise(levels):
+            assert set(below.flags) < set(above.flags) and set(below.needs) <= set(above.needs)
+    assert build.ARM[2].flags[0].startswith(build.ARM[1].flags[0]) and set(build.ARM[1].needs) < set(build.ARM[2].needs)
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def carried(monkeypatch, tmp_path):
 def test_the_wheels_library_is_taken_for_all_that_the_processor_has(monkeypatch, carried, tmp_path):
     processor(monkeypatch, "AVX512", "avx512_vnni")
     carried("avx2", "avx512-vnni", "amx")
-    assert build.library_file() == tmp_path / build.file_name(build.X86[2], build.digest())
+    assert build.library_file() == tmp_path / build.file_name(build.X86[3], build.digest())
 
 
 def test_a_lower_one_is_taken_where_there_is_no_compiler(monkeypatch, carried, tmp_path):
@@ -87,7 +89,7 @@ def test_a_lower_one_is_taken_where_there_is_no_compiler(monkeypatch, carried, t
     monkeypatch.setattr(build, "compile_library", lambda command, target: compiled.append(command) or target.touch())
     assert build.library_file().parent == tmp_path / "cache/acm_compiler" and "-mamx-bf16" in compiled[0]
     monkeypatch.setattr(build, "find_compiler", lambda: None)
-    assert build.library_file() == tmp_path / build.file_name(build.X86[1], build.digest())
+    assert build.library_file() == tmp_path / build.file_name(build.X86[2], build.digest())
 
 
 @pytest.mark.parametrize("other", ["sources", "torch"])

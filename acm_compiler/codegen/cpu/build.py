@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import logging
 import os
 import platform
@@ -65,25 +64,26 @@ _BF16 = (*_VNNI, "-mavx512bf16")
 _AMX = (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 _DOT = "-march=armv8.2-a+fp16+dotprod"
 PLAIN = Level(name="plain", has_bytes=False)
-# in the order of what they have
+# the better one later
 X86 = (
     Level(name="avx2", capability="AVX2", flags=_AVX2),
+    Level(name="avx2-vnni", capability="AVX2", flags=(*_AVX2, "-mavxvnni"), needs=("avx_vnni",)),
     Level(name="avx512", capability="AVX512", flags=_AVX512),
     Level(name="avx512-vnni", capability="AVX512", flags=_VNNI, needs=("avx512_vnni",)),
-    Level(name="avx512-bf16", capability="AVX512", flags=_BF16, needs=("avx512_bf16",)),
-    Level(name="amx", capability="AVX512", flags=_AMX, needs=("amx_tile",)),
+    Level(name="avx512-bf16", capability="AVX512", flags=_BF16, needs=("avx512_vnni", "avx512_bf16")),
+    Level(name="amx", capability="AVX512", flags=_AMX, needs=("avx512_vnni", "avx512_bf16", "amx_tile")),
 )
 ARM = (
     PLAIN,
     Level(name="neon-dot", flags=(_DOT,), needs=("fp16_arith", "dot")),
-    Level(name="neon-bf16", flags=(f"{_DOT}+bf16+i8mm",), needs=("bf16", "i8mm")),
+    Level(name="neon-bf16", flags=(f"{_DOT}+bf16+i8mm",), needs=("fp16_arith", "dot", "bf16", "i8mm")),
 )
 LEVELS = {"x86_64": X86, "aarch64": ARM}.get(platform.machine(), (PLAIN,))
 
 
 def levels_here() -> list[Level]:
-    """The levels that this processor runs, the highest first."""
-    return [*itertools.takewhile(lambda level: level.runs(), LEVELS)][::-1] or [PLAIN]
+    """The levels that this processor runs, the best first."""
+    return [level for level in LEVELS[::-1] if level.runs()] or [PLAIN]
 
 
 def file_name(level: Level, digest: str) -> str:

@@ -45,6 +45,9 @@ inline bool runs_here() {
 #ifdef __AVX512VNNI__
   if (!__builtin_cpu_supports("avx512vnni")) return false;
 #endif
+#ifdef __AVXVNNI__
+  if (!__builtin_cpu_supports("avxvnni")) return false;
+#endif
 #ifdef __AVX2__
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
 #endif

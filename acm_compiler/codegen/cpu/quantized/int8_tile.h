@@ -53,6 +53,8 @@ inline Word add_bytes(Word sum, Word a, Word w) {
   const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a, low), _mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8));
   const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), _mm512_srai_epi16(w, 8));
   return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
+#elif defined(__AVXVNNI__)
+  return _mm256_dpbusd_avx_epi32(sum, a, w);
 #elif defined(__AVX2__)
   const __m256i low = _mm256_set1_epi16(255);
   const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8));

@@ -155,7 +155,9 @@ def run_learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     parts = [prefix_output(x_TD[rows], weights, k) for k, rows in enumerate(rows_of_k) if rows.numel() or k >= least]
     if len(parts) <= 1:
         return parts[0].contiguous() if parts else x_TD.new_empty(0, weights.b_out.shape[1])
-    return torch.cat(parts)[torch.cat(rows_of_k).argsort()]
+    y_TO = torch.cat(parts)
+    in_order = any(rows.numel() == k_T.numel() for rows in rows_of_k)
+    return y_TO if in_order else y_TO[torch.cat(rows_of_k).argsort()]
 
 
 def relaxed_output(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:

@@ -145,15 +145,19 @@ def learner_outputs(x_TD: Tensor, weights: Weights) -> Tensor:
 def run_learners(x_TD: Tensor, k_T: Tensor, weights: Weights) -> Tensor:
     """y_{k(t)}(x_t) [T, O]; token t runs its first k(t) learners and nothing more is computed for it.
 
-    UsageError for a k outside [0, N].
+    Weights that no token runs have gradients of zeros. UsageError for a k outside [0, N].
     """
     rows_of_k = [torch.nonzero(k_T == k).flatten() for k in range(weights.learners + 1)]
     if sum(rows.numel() for rows in rows_of_k) != k_T.numel():
         require_range(int(k_T.min()), int(k_T.max()), weights.learners)
-    parts = [prefix_output(x_TD[rows], weights, k) for k, rows in enumerate(rows_of_k) if rows.numel()]
+    trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in weights.tensors)
+    least = weights.learners - 1 if trained else weights.learners + 1  # the last two k read all weights
+    parts = [prefix_output(x_TD[rows], weights, k) for k, rows in enumerate(rows_of_k) if rows.numel() or k >= least]
     if len(parts) <= 1:
         return parts[0].contiguous() if parts else x_TD.new_empty(0, weights.b_out.shape[1])
-    return torch.cat(parts)[torch.cat(rows_of_k).argsort()]
+    y_TO = torch.cat(parts)
+    in_order = any(rows.numel() == k_T.numel() for rows in rows_of_k)
+    return y_TO if in_order else y_TO[torch.cat(rows_of_k).argsort()]
 
 
 def relaxed_output(x_TD: Tensor, nu_TC: Tensor, weights: Weights, k_min: int) -> Tensor:

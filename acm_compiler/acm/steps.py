@@ -1,14 +1,16 @@
 """`acm::steps`: operators that read each other's results as one call, which compilers put where a graph allows it.
 
 What a call costs outside its products is most of the time of a small model or a single image. A program says what is
-run; its text, an argument of the operator, has a line for each step, with values by number: first the tensors of the
+run; its text, an argument of the operator, has a part for each step, with values by number: first the tensors of the
 call, then the results of the steps. Absent tensors are "-".
 
-    tensors COUNT
-    gated TENSORS-OF-GatedArguments COST K_MIN RULE FORM ACT EPS CENTRED      acm::gated_learners; EPS "-": no norm
-    norm X WEIGHT BIAS EPS CENTRED                                            of rows [T, D]
-    attention Q K V HEADS LENGTH CAUSAL SCALE                                 of rows [T, HEADS * D], LENGTH a sequence
+    tensors COUNT;
+    gated TENSORS-OF-GatedArguments COST K_MIN RULE FORM ACT EPS CENTRED;     acm::gated_learners; EPS "-": no norm
+    norm X WEIGHT BIAS EPS CENTRED;                                           of rows [T, D]
+    attention Q K V HEADS LENGTH CAUSAL SCALE;                                of rows [T, HEADS * D], LENGTH a sequence
     results NUMBERS
+
+It is one line, as Inductor writes it unescaped into the C++ that `cpp_wrapper` makes.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ _GATED_OPTIONS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operator, its operands by number (None: absent), and its options in the order of the program's line."""
+    """An operator, its operands by number (None: absent), and its options in the order of the program's text."""
 
     kind: str
     operands: tuple[int | None, ...]
     options: tuple[Any, ...]
 
-    def line(self) -> str:
-        """The step as a line of a program."""
+    def text(self) -> str:
+        """The step as a part of a program's text."""
         return " ".join(map(_word, (self.kind, *self.operands, *self.options)))
 
     def run(self, values: Sequence[Tensor], gated: Callable[..., Tensor]) -> Tensor:
@@ -75,7 +77,7 @@ class Program:
     def text(self) -> str:
         """The argument of the operator."""
         ends = f"tensors {self.tensors}", " ".join(map(str, ("results", *self.results)))
-        return "\n".join([ends[0], *(step.line() for step in self.steps), ends[1]])
+        return "; ".join([ends[0], *(step.text() for step in self.steps), ends[1]])
 
     def run(self, tensors: Sequence[Tensor], gated: Callable[..., Tensor]) -> list[Tensor]:
         """The results, where `gated` runs an ACM."""
@@ -86,7 +88,7 @@ class Program:
 
 
 def gated_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `acm::gated_learners`, with defaults, in the order of a program's line."""
+    """The options of `acm::gated_learners`, with defaults, in the order of a program's text."""
     given = {"norm_eps": None, "norm_centred": True, **options}
     return {name: given[name] for name in _GATED_OPTIONS}
 
@@ -94,12 +96,12 @@ def gated_options(options: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def read_program(text: str) -> Program:
     """The program of that text."""
-    first, *lines, last = text.splitlines()
-    return Program(int(first.split()[1]), tuple(map(_read_step, lines)), tuple(map(int, last.split()[1:])))
+    first, *steps, last = text.split(";")
+    return Program(int(first.split()[1]), tuple(map(_read_step, steps)), tuple(map(int, last.split()[1:])))
 
 
-def _read_step(line: str) -> Step:
-    kind, *words = line.split()
+def _read_step(text: str) -> Step:
+    kind, *words = text.split()
     count = len(GatedArguments._fields) if kind == "gated" else 3
     readers: Any = {
         "gated": tuple(_GATED_OPTIONS.values()),

@@ -119,6 +119,17 @@ def test_the_backward_of_frozen_choices_computes_the_first_layer_alone_again():
     assert counter.get_total_flops() == 2 * int(k.sum()) * w * (3 * D + 2 * OUT)
 
 
+@pytest.mark.parametrize("kind", ["mlp", "top"])
+def test_a_mode_that_watches_changes_no_gradient(kind):
+    """Modes hand operators on without autograd, as compiled autograd does in its first call."""
+    weights, (k, *_) = weights_of(kind), ks(11)
+    x, form = torch.randn(11, D, dtype=torch.float64), {"form": weights.form, "act": weights.act}
+    given = (torch.ones(11, OUT, dtype=torch.float64), x, k, *weights.tensors)
+    with FlopCounterMode(display=False):
+        found = operators.LEARNERS_BACKWARD(*given, **form)
+    torch.testing.assert_close(found, operators.LEARNERS_BACKWARD(*given, **form))
+
+
 @pytest.mark.parametrize("kind", FORMS)
 def test_no_tokens_have_gradients_of_zero(kind):
     weights = weights_of(kind)

@@ -109,6 +109,19 @@ def test_no_learner_is_run_for_a_token_that_did_not_choose_it():
     assert not run_learners(x, k + 1, weights).isfinite().all()
 
 
+@pytest.mark.parametrize("chosen", [[0, 0], [N, N], []], ids=["none", "all", "no tokens"])
+@pytest.mark.parametrize("kind", FORMS)
+def test_weights_that_no_token_runs_have_gradients_of_zeros(kind, chosen):
+    """DistributedDataParallel waits for them, and optimizers treat no gradient as another thing than zeros."""
+    weights, k = weights_of(kind), torch.tensor(chosen, dtype=torch.int32)
+    leaves = [tensor.requires_grad_() for tensor in weights.tensors if tensor is not None]
+    x = torch.randn(len(chosen), D, dtype=torch.float64)
+    y = run_learners(x, k, weights)
+    assert all(grad is not None for grad in torch.autograd.grad(y.sum(), leaves, allow_unused=True))
+    with torch.no_grad():
+        torch.testing.assert_close(y, run_learners(x, k, weights))
+
+
 @pytest.mark.parametrize("kind", FORMS)
 def test_the_straight_through_gradient_equals_the_full_formula(kind):
     """d loss / d nu_c = <dy, y_k(c)>, b_out included, and the forward is the hard choice's."""

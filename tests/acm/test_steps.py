@@ -68,6 +68,12 @@ def test_the_text_of_a_program_is_read_again_as_it_was():
     assert read_program(program.text()) == program
 
 
+def test_the_text_of_a_program_is_a_cpp_literal_as_it_stands():
+    _, program, _ = two_sites(5)
+    text = program.text()
+    assert text.isprintable() and not {'"', "\\"}.intersection(text)
+
+
 def test_fake_tensors_get_the_shapes_of_the_results():
     tensors, program, expected = two_sites(5)
     with torch._subclasses.FakeTensorMode() as mode:

@@ -19,6 +19,7 @@ from acm_compiler.acm.gradients.sorted_tokens import (
     activated,
     bands_of_hidden,
     chosen,
+    differentiated,
     first_layer,
     gradients,
     order_of,
@@ -60,7 +61,7 @@ def backward(dy: Tensor, x: Tensor, k: Tensor, *tensors: Any, form: str, act: st
 
 
 def _by_reference(dy: Tensor, call: LearnersArguments, names: list[str], *, form: str, act: str) -> list[Tensor]:
-    with torch.enable_grad():
+    with differentiated():
         leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
         y = run_call(call._replace(**leaves), form=form, act=act)
         grads = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)

@@ -7,7 +7,8 @@ a relaxed choice, which needs every learner's first layer and what reaches it. S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -174,10 +175,19 @@ def first_layer(xs_TD: Tensor, band: Band, w: Weights) -> list[Tensor]:
     return made
 
 
+@contextmanager
+def differentiated() -> Iterator[None]:
+    """Autograd sees operations, also within an operator that a dispatch mode watches, which is run without its keys."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(keys.AutogradCPU).remove(keys.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
+
+
 def activated(made: Sequence[Tensor], w: Weights) -> list[Tensor]:
     """Products of `first_layer`, and the hidden values made of them; the graph between them is kept."""
     made = [of_branch.detach().requires_grad_() for of_branch in made]
-    with torch.enable_grad():
+    with differentiated():
         h = resolve(w.act)(made[0])
         return [*made, h if len(made) == 1 else h * made[1]]
 

@@ -37,9 +37,9 @@ struct Program {
   std::vector<int64_t> results;
 
   explicit Program(const std::string& text) {
-    std::istringstream lines(text);
-    for (std::string line; std::getline(lines, line);) {
-      std::istringstream words(line);
+    std::istringstream parts(text);
+    for (std::string part; std::getline(parts, part, ';');) {
+      std::istringstream words(part);
       const std::string kind = word(words);
       if (kind == "tensors") tensors = integer(words);
       else if (kind == "results") while (words >> std::ws && !words.eof()) results.push_back(integer(words));
@@ -51,7 +51,7 @@ struct Program {
  private:
   static std::string word(std::istringstream& words) {
     std::string next;
-    TORCH_CHECK(words >> next, "a line of the program of acm::steps ends too early");
+    TORCH_CHECK(words >> next, "a step of the program of acm::steps ends too early");
     return next;
   }
   static int64_t integer(std::istringstream& words) { return std::stoll(word(words)); }

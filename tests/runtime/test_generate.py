@@ -133,7 +133,13 @@ def test_prompts_that_are_vectors_are_followed(model):
     assert draft.accepted == draft.drafted > 0
 
 
-@pytest.mark.parametrize("config", [True, False], ids=["config", "options"])
+# transformers before 5.24 refuses to check drafts in a static cache
+STATIC = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24), reason="no drafts in static caches"
+)
+
+
+@pytest.mark.parametrize("config", [True, pytest.param(False, marks=STATIC)], ids=["config", "options"])
 def test_other_caches_and_configs_are_followed(model, config, recwarn):
     options = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
     if config:
@@ -194,7 +200,7 @@ def test_other_callers_of_the_model_are_left_alone(model):
     ],
 )
 def test_what_cannot_be_drafted_is_refused_before_the_prompt_is_read(model, options, words, monkeypatch):
-    monkeypatch.setattr(model, "generate", lambda *a, **b: pytest.fail("called"))
+    monkeypatch.setattr(type(model), "generate", lambda *a, **b: pytest.fail("called"))
     with pytest.raises((UsageError, BudgetUnreachable), match=words):
         acm.generate(model, **{"draft": 0.3} | options)
 

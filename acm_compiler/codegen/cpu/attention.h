@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "products/loops.h"
 #include "products/share.h"
 #include "products/tiles.h"
 #include "products/vectors.h"
@@ -22,28 +23,13 @@ namespace {
 
 // Shapes: S tokens of a sequence, D values of a head. Rows of q, k, v and y are tokens, `stride` apart.
 struct AttentionHead {
-  static constexpr int64_t kRows = 8;  // queries side by side: their sums do not wait for each other
-
   int64_t length, depth, stride;
   float scale;
   bool causal;
 
   int64_t keys() const { return round_up(length, kLanes); }
   int64_t columns() const { return round_up(depth, kLanes); }
-  int64_t scratch() const { return depth * keys() + length * columns() + kRows * keys(); }
-
-  // scores of kRows queries, the last one again where there are fewer, with all keys
-  void score(const float* const* q, const float* turned, float* scores) const {
-    for (int64_t j = 0; j < keys(); j += kLanes) {
-      Vec sums[kRows];
-      for (Vec& sum : sums) sum = Vec(0.f);
-      for (int64_t d = 0; d < depth; d++) {
-        const Vec key = Vec::loadu(turned + d * keys() + j);
-        for (int64_t r = 0; r < kRows; r++) sums[r] = at::vec::fmadd(Vec(q[r][d]), key, sums[r]);
-      }
-      for (int64_t r = 0; r < kRows; r++) (sums[r] * Vec(scale)).store(scores + r * keys() + j);
-    }
-  }
+  int64_t scratch() const { return depth * keys() + length * columns() + kTileRows * (keys() + kPanelCols); }
 
   // scores of the first `seen` keys -> weights, not yet divided by their sum, which is the result; zeros beyond them.
   // NaN where a score is NaN or infinite, as the division of infinities by each other would be
@@ -68,37 +54,37 @@ struct AttentionHead {
     return at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, sum);
   }
 
-  // y of kRows queries: weights of the first `seen` keys times rows of v, over the sums; the first `rows` are stored
-  void sum_values(const float* weights, const float* sums, const float* values, int64_t seen, int64_t rows,
-                  float* y) const {
-    for (int64_t c = 0; c < columns(); c += kLanes) {
-      Vec all[kRows];
-      for (Vec& one : all) one = Vec(0.f);
-      for (int64_t j = 0; j < seen; j++) {
-        const Vec value = Vec::loadu(values + j * columns() + c);
-        for (int64_t r = 0; r < kRows; r++) all[r] = at::vec::fmadd(Vec(weights[r * keys() + j]), value, all[r]);
-      }
-      const int64_t count = std::min(kLanes, depth - c);
-      for (int64_t r = 0; r < rows; r++) (all[r] / Vec(sums[r])).store(y + r * stride + c, count);
+  // rows of so many words times `cols` columns of a panel; `finish(row, col, sums)` gets each vector of the products
+  template <typename Finish>
+  void multiply(const float* const* rows, int64_t height, Panel panel, int64_t words, int64_t cols, float* tile,
+                const Finish& finish) const {
+    for (int64_t col = 0; col < cols; col += kPanelCols) {
+      const int64_t width = std::min(kPanelCols, cols - col);
+      Inner<false>::tile(height, width / kLanes)(rows, panel.from(col, 0), words, false, tile);
+      for (int64_t r = 0; r < height; r++)
+        for (int64_t j = 0; j < width; j += kLanes) finish(r, col + j, Vec::loadu(tile + r * width + j));
     }
   }
 
   void run(const float* q, const float* k, const float* v, float* y, float* room) const {
     float *turned = room, *values = turned + depth * keys(), *scores = values + length * columns();
-    std::fill(turned, values, 0.f);
-    for (int64_t j = 0; j < length; j++) {
-      for (int64_t d = 0; d < depth; d++) turned[d * keys() + j] = k[j * stride + d];
-      std::fill(std::copy_n(v + j * stride, depth, values + j * columns()), values + (j + 1) * columns(), 0.f);
-    }
-    for (int64_t i = 0; i < length; i += kRows) {
-      const int64_t rows = std::min(kRows, length - i);
-      const float* queries[kRows];
-      float sums[kRows];
-      for (int64_t r = 0; r < kRows; r++) queries[r] = q + (i + std::min(r, rows - 1)) * stride;
-      score(queries, turned, scores);
-      const auto seen = [&](int64_t row) { return causal ? row + 1 : length; };
-      for (int64_t r = 0; r < kRows; r++) sums[r] = weigh(scores + r * keys(), seen(i + std::min(r, rows - 1)));
-      sum_values(scores, sums, values, seen(i + rows - 1), rows, y + i * stride);
+    float* tile = scores + kTileRows * keys();
+    Matrix<float, false>{k, length, depth, stride}.pack(0, length, 0, depth, turned, depth);
+    for (int64_t c = 0; c < columns(); c += kLanes)
+      for (int64_t j = 0; j < length; j++)
+        Vec::loadu(v + j * stride + c, std::min(kLanes, depth - c)).store(values + c * length + j * kLanes);
+    for (int64_t i = 0; i < length; i += kTileRows) {
+      const int64_t rows = std::min(kTileRows, length - i);
+      const auto seen = [&](int64_t row) { return causal ? i + row + 1 : length; };
+      const float *queries[kTileRows], *weights[kTileRows];
+      float sums[kTileRows];
+      for (int64_t r = 0; r < rows; r++) queries[r] = q + (i + r) * stride, weights[r] = scores + r * keys();
+      multiply(queries, rows, {turned, depth}, depth, round_up(seen(rows - 1), kLanes), tile,
+               [&](int64_t r, int64_t j, const Vec& dot) { (dot * Vec(scale)).store(scores + r * keys() + j); });
+      for (int64_t r = 0; r < rows; r++) sums[r] = weigh(scores + r * keys(), seen(r));
+      multiply(weights, rows, {values, length}, seen(rows - 1), columns(), tile, [&](int64_t r, int64_t c, const Vec& all) {
+        (all / Vec(sums[r])).store(y + (i + r) * stride + c, std::min(kLanes, depth - c));
+      });
     }
   }
 };

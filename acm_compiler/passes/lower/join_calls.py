@@ -33,8 +33,6 @@ from acm_compiler.passes.lower.acm_nodes import (
 from acm_compiler.passes.lower.fold_norm import norm_at
 
 FEW_TOKENS = 256
-SMALL_HEAD = 1024
-"""Keys of a sequence times values of one: of larger heads torch's own attention is as fast (37 x 16: half as fast)."""
 _VIEWS = (RESHAPES - {"view_as", "reshape_as"}) | {"transpose", "permute", "movedim"}
 _MISFIT = object()
 _TRANSFORMS = ("torch._functorch.", "torch._C._functorch")
@@ -242,8 +240,6 @@ def _attention_options(attention: fx.Node) -> dict[str, Any]:
     mask, dropout, causal, scale, shared = attention_options(attention)
     query, key = (value_of(argument(attention, i, name)) for i, name in enumerate(("query", "key")))
     if query is None or key is None or query.shape != key.shape or mask is not None or dropout or shared:
-        return {}
-    if query.shape[2] * query.shape[3] > SMALL_HEAD:
         return {}
     return {
         "heads": query.shape[1],

@@ -14,7 +14,7 @@ from acm_compiler.acm import context, ops, tokens
 from acm_compiler.acm.arguments import Weights, held
 from acm_compiler.acm.check_arguments import refuse_type, refuse_width
 from acm_compiler.acm.context import Choices, Said
-from acm_compiler.acm.gradients.recomputed import with_its_choices
+from acm_compiler.acm.gradients.recomputed import guard_budget
 from acm_compiler.acm.intact import refuse_changed, refuse_idle, refuse_torchscript, refuse_without_dense
 from acm_compiler.acm.learners import Gate, Learners, OnlyK, gumbel_noise
 from acm_compiler.acm.precision import without_autocast
@@ -115,7 +115,7 @@ class ACM(nn.Module):
             refuse_width(x, self.d_in, site=self.name)
         if self.training:
             refuse_idle(self)
-            x = with_its_choices(x, self)
+            x = guard_budget(x, self)
         if self.state == "dense":
             y = self._dense_region()(x)
             self._report(x.new_full(x.shape[:-1], self.count, dtype=torch.int32).flatten(), x)

@@ -50,7 +50,7 @@ def test_a_processor_runs_its_level_and_those_below(monkeypatch, capability, ins
     ("instructions", "expected"),
     [((), ["plain"]), (("dot", "fp16_arith"), ["neon-dot", "plain"]), (ARM_HAS, ["neon-bf16", "neon-dot", "plain"])],
 )
-def test_so_does_one_of_arm(monkeypatch, capability, instructions, expected):
+def test_an_arm_processor_runs_its_level_and_those_below(monkeypatch, capability, instructions, expected):
     processor(monkeypatch, capability, *instructions, levels=build.ARM)
     assert [level.name for level in build.levels_here()] == expected
 

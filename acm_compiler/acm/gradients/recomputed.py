@@ -10,7 +10,7 @@ from torch import Tensor
 from acm_compiler.errors import UsageError
 
 
-def with_its_choices(x: Tensor, acm: Any) -> Tensor:
+def guard_budget(x: Tensor, acm: Any) -> Tensor:
     """`x`, the input of an ACM; within a checkpoint its gradient is refused once the ACM's budget is another.
 
     UsageError in backward, as a recomputation at another budget is another network, with other gradients.

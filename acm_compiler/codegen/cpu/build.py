@@ -53,8 +53,8 @@ class Level:
     def runs(self) -> bool:
         """True if this processor has them; on x86 torch's ATEN_CPU_CAPABILITY is an upper bound."""
         vectors = torch.backends.cpu.get_cpu_capability()
-        is_bounded = self.capability in ("", vectors) or vectors == "AVX512"
-        return is_bounded and all(torch.cpu.get_capabilities().get(name, False) for name in self.needs)
+        has_vectors = self.capability in ("", vectors) or vectors == "AVX512"
+        return has_vectors and all(torch.cpu.get_capabilities().get(name, False) for name in self.needs)
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")

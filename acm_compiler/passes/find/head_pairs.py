@@ -189,39 +189,39 @@ def _paired(one: Site, ones: Tensor, other: Site, others: Tensor, *, size: int) 
 
 def _values_pair(flow: Dataflow, site: Site, v: _End, outputs: Mapping[str, Site]) -> dict[str, Pair | str]:
     """The output projection that reads what attention makes of the values of `site`."""
-    read = _values_read(flow, v, outputs)
-    if isinstance(read, str):
-        return {site.name: read}
+    read = _values_read(flow, site, v, outputs)
+    if isinstance(read, dict):
+        return read
     other, heads_G = read
-    if heads_G is None:
-        return {site.name: _RESULT_MIXED, other.name: _RESULT_MIXED}
     return _paired(other, _channels(len(heads_G)), site, heads_G, size=v.channels.shape[-1])
 
 
-def _values_read(flow: Dataflow, v: _End, outputs: Mapping[str, Site]) -> tuple[Site, Tensor | None] | str:
-    """The output projection of the attention that reads the values, and the head of values in each of its heads.
+def _values_read(
+    flow: Dataflow, site: Site, v: _End, outputs: Mapping[str, Site]
+) -> tuple[Site, Tensor] | dict[str, Pair | str]:
+    """The output projection of the attention that reads values of `site`, and the head of values in each of its heads.
 
-    No heads where it mixes them; the reason where there is no such projection.
+    The reasons, by site, where there is no such projection or it mixes heads.
     """
     # `o((weights @ v).transpose(1, 2).flatten(2))`
     value, heads = v.value, _heads(v.channels)
     is_right = value.op in ATTENTION or (value.op in _MATRIX_PRODUCTS and value.args[-1] == v.operand)
     if heads is None or not is_right or value.shape is None:
-        return _NO_HEADS
+        return {site.name: _NO_HEADS}
     if value.op in ATTENTION:
         heads = _spread(value, heads, torch.empty(value.shape[:-2], device="cpu"))
     size = v.channels.shape[-1]
     mixed = (heads[..., None, None] * size + _channels(size)).expand(value.shape)
     end = _follow(flow, value.name, mixed)
     if isinstance(end, str):
-        return end
+        return {site.name: end}
     other = outputs.get(end.value.name)
     if other is None or other.role != "o":
-        return "no output projection of its own reads the attention's result"
+        return {site.name: "no output projection of its own reads the attention's result"}
     read = end.channels.flatten(0, -2)
     blocks = _heads(read[:1].unflatten(-1, (-1, 1, size)))
     if blocks is None or not torch.equal(read, read[:1].expand(read.shape)):
-        return other, None
+        return {site.name: _RESULT_MIXED, other.name: _RESULT_MIXED}
     return other, blocks.flatten()
 
 
@@ -255,12 +255,10 @@ def _packed_pair(
     size, queries, keys = v.channels.shape[-1], _heads(_matrix(q)), _heads(_matrix(k))
     if queries is None or keys is None or _matrix(q).shape[-1] != size:
         return {site.name: _NO_HEADS}
-    read = _values_read(flow, v, outputs)
-    if isinstance(read, str):
-        return {site.name: read}
+    read = _values_read(flow, site, v, outputs)
+    if isinstance(read, dict):
+        return read
     other, of_values = read
-    if of_values is None:
-        return {site.name: _RESULT_MIXED, other.name: _RESULT_MIXED}
     scores = _in_order(queries, _spread(q.value, keys, queries))
     sums = _in_order(_channels(len(of_values)), of_values)
     if scores is None or sums is None or sums[0] != tuple(range(len(of_values))):
